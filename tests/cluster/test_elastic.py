@@ -18,7 +18,8 @@ from areal_x.monitor.metrics import read
 from tests.cluster.autoscaling import autoscaling_cluster
 from tests.cluster.cluster import HEAD, ROLE, cluster
 from tests.cluster.elastic import ASKING
-from tests.cluster.test_servers import SLOW, servers_left
+from tests.cluster.test_servers import SLOW
+from tests.cluster.watched import servers_left
 from tests.conftest import environment_with
 from tests.launching import ONLINE, command_of, started
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.pulls import ANSWER
-from tests.cluster.test_servers import servers_left
+from tests.cluster.watched import servers_left
 from tests.conftest import environment_with
 
 pytest.importorskip("ray")

@@ -20,6 +20,7 @@ from areal_x.engines.vllm.staging import LOCK
 from areal_x.monitor.metrics import read
 from tests.cluster.cluster import HEAD, ROLE, Cluster, cluster
 from tests.cluster.families import ANSWER, family, is_up, write_family
+from tests.cluster.watched import Watched, servers_left
 from tests.conftest import environment_with
 from tests.launching import ONLINE, command_of, started
 
@@ -242,39 +243,26 @@ def test_a_run_goes_on_while_the_node_of_a_server_is_gone_and_uses_the_next_one(
     )
     with (folder / "processes_tasks.py").open("a") as tasks:
         tasks.write(SLOW.replace("FAST", repr(str(folder / "fast"))))
-    run = folder / "runs" / "run"
-
-    def step() -> int:
-        return read(run)[-1]["step"] if (run / "metrics.jsonl").exists() and read(run) else -1
-
-    def out() -> str:
-        return (folder / "out-0").read_text()
-
-    def until(condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 200
-        while not condition():
-            assert process.poll() is None, (folder / "err-0").read_text()
-            assert time.monotonic() < end, out()
-            time.sleep(0.1)
 
     with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
-        until(lambda: step() >= 3)
+        watched = Watched(process, folder, 200)
+        watched.until(lambda: watched.step() >= 3)
         assert ray.ask("kill") == "done"
         began = time.monotonic()
-        until(lambda: "is lost" in out())
+        watched.until(lambda: "is lost" in watched.out())
         print(f"\nnoticed after {time.monotonic() - began:.1f} s")
-        lost = step()
-        until(lambda: step() >= lost + 5)  # the other one serves alone: no node has room
-        assert "serves again" not in out()
+        lost = watched.step()
+        watched.until(lambda: watched.step() >= lost + 5)  # the other one serves alone: no node has room
+        assert "serves again" not in watched.out()
         assert ray.ask("add") == "done"
-        until(lambda: "serves again" in out())
-        print(f"serves again at step {step()}")
+        watched.until(lambda: "serves again" in watched.out())
+        print(f"serves again at step {watched.step()}")
         (folder / "fast").touch()
-        assert process.wait(timeout=300) == 0, (folder / "err-0").read_text()
-    rows = read(run)
+        watched.succeeds(300)
+    rows = read(watched.run)
     assert [row["step"] for row in rows] == list(range(151))
     assert not any(row.get("failed") for row in rows)
-    assert len(re.findall(r"vLLM server \d of 2 is lost ", out())) == 1
+    assert len(re.findall(r"vLLM server \d of 2 is lost ", watched.out())) == 1
     assert not servers_left(tiny_model_dir)
 
 
@@ -298,41 +286,19 @@ def test_a_server_goes_on_while_a_lost_rank_is_placed_again(tiny_model_dir: Path
     command = command_of(
         tiny_model_dir, folder, ONLINE + KEPT, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
     )
-    run = folder / "runs" / "run"
-
-    def until(condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 300
-        while not condition():
-            assert process.poll() is None, (folder / "err-0").read_text()
-            assert time.monotonic() < end, (folder / "out-0").read_text()
-            time.sleep(0.1)
 
     def serving() -> set[int]:
         return {p.pid for p in servers_left(tiny_model_dir) if "api_server" in " ".join(p.cmdline())}
 
     with cluster(2) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
-        until(lambda: (run / "metrics.jsonl").exists() and read(run) and read(run)[-1]["step"] >= 5)
+        watched = Watched(process, folder)
+        watched.until(lambda: watched.step() >= 5)
         before = serving()
         assert before
-        ranks = [p for p in psutil.process_iter() if str(run / "logs" / "rank-0.log") in opened(p)]
-        assert ranks, "the rank's process writes its log"
-        ranks[0].kill()
-        until(lambda: "the run continues" in (folder / "out-0").read_text())
-        until(lambda: read(run)[-1]["step"] >= 9)
+        watched.actor("rank-0.log").kill()
+        watched.until(lambda: "the run continues" in watched.out())
+        watched.until(lambda: watched.step() >= 9)
         assert serving() == before
-        assert process.wait(timeout=300) == 0, (folder / "err-0").read_text()
-    assert [row["step"] for row in read(run)] == list(range(15))
+        watched.succeeds(300)
+    assert [row["step"] for row in read(watched.run)] == list(range(15))
     assert not servers_left(tiny_model_dir)
-
-
-def opened(process: psutil.Process) -> set[str]:
-    """The files that a process of Ray's has open."""
-    try:
-        return {file.path for file in process.open_files()} if "ray::" in " ".join(process.cmdline()) else set()
-    except psutil.Error:
-        return set()
-
-
-def servers_left(model: Path) -> list[psutil.Process]:
-    """The processes of vLLM servers of this model."""
-    return [p for p in psutil.process_iter(["cmdline"]) if str(model) in " ".join(p.info["cmdline"] or ())]

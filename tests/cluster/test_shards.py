@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +12,7 @@ import pytest
 
 from areal_x.monitor.metrics import read
 from tests.cluster.cluster import HEAD, ROLE, cluster
-from tests.cluster.test_servers import opened, servers_left
+from tests.cluster.watched import Watched, servers_left
 from tests.conftest import environment_with
 from tests.launching import ONLINE, command_of, started
 
@@ -61,31 +59,16 @@ def test_a_run_in_shards_whose_servers_are_real_goes_on_though_one_is_killed(tin
     command = command_of(
         tiny_model_dir, folder, ONLINE + SHARDED, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
     )
-    run = folder / "runs" / "run"
-
-    def step() -> int:
-        return int(read(run)[-1]["step"]) if (run / "metrics.jsonl").exists() and read(run) else -1
-
-    def out() -> str:
-        return (folder / "out-0").read_text()
-
-    def until(condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 300
-        while not condition():
-            assert process.poll() is None, (folder / "err-0").read_text()
-            assert time.monotonic() < end, out()
-            time.sleep(0.1)
 
     with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
-        until(lambda: step() >= 3)
-        writes = [p for p in psutil.process_iter() if str(run / "logs" / "shard-1.log") in opened(p)]
-        assert writes, "the shard's process writes its log"
-        writes[0].kill()
-        until(lambda: "shard 1 is lost" in out())
-        lost = step()
-        until(lambda: step() >= lost + 3)  # the other one makes all groups
-        assert process.wait(timeout=400) == 0, (folder / "err-0").read_text()
-    rows = read(run)
+        watched = Watched(process, folder)
+        watched.until(lambda: watched.step() >= 3)
+        watched.actor("shard-1.log").kill()
+        watched.until(lambda: "shard 1 is lost" in watched.out())
+        lost = watched.step()
+        watched.until(lambda: watched.step() >= lost + 3)  # the other one makes all groups
+        watched.succeeds(400)
+    rows = read(watched.run)
     assert [row["step"] for row in rows] == list(range(61))
     assert not any(row.get("failed") for row in rows)
     assert {row["shards"] for row in rows[1:]} <= {1.0, 2.0}

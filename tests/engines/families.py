@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -242,13 +242,14 @@ def only_once() -> None:
     gc.collect = lambda generation=2: 0
 
 
-def main(names: list[str]) -> None:
+def report_each(names: list[str], tries: Callable[[str, Path], dict[str, Any]]) -> None:
+    """Prints the report of each family, by default of all, in a line. tries: makes it, in an empty folder."""
     collect = gc.collect
     only_once()
     for name in names or FAMILIES:
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                report = tried(name, Path(scratch))
+                report = tries(name, Path(scratch))
             except Exception as error:
                 report = {"name": name, "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(report), flush=True)
@@ -256,4 +257,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    report_each(sys.argv[1:], tried)

@@ -7,15 +7,13 @@ Ray, NIXL and CUDA are replaced as in tests/engines/vllm/local_ray.py.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.engines.families import FAMILIES, SETTINGS, Served, distance_from, last_of_each_kind, only_once, prepare
+from tests.engines.families import SETTINGS, Served, distance_from, last_of_each_kind, prepare, report_each
 
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
@@ -77,16 +75,9 @@ def is_refused(served: Served, tensors: dict[str, Any], left_out: str) -> bool:
 def main(names: list[str]) -> None:
     from tests.engines.vllm.local_ray import replace_ray
 
-    only_once()
     replace_ray(setattr)
     rdt_sender.missing_packages = str  # type: ignore[assignment]
-    for name in names or FAMILIES:
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                report = tried(name, Path(scratch))
-            except Exception as error:
-                report = {"name": name, "error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(report), flush=True)
+    report_each(names, tried)
 
 
 if __name__ == "__main__":

@@ -191,3 +191,8 @@ def test_spans_that_are_taken_are_forgotten() -> None:
         assert recorder.take() == []
     assert sorted(span.name for span in recorder.take()) == ["generate", "update"]
     assert recorder.take() == []
+
+
+def test_a_span_is_moved_to_another_clock() -> None:
+    span = Interval("update", 3.0, 4.5, {"step": 1})
+    assert span.shifted(-1.25) == Interval("update", 1.75, 3.25, {"step": 1})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
@@ -56,6 +57,43 @@ def test_settings_that_shards_cannot_work_with_are_refused(settings, sentence, t
     usual = {"cluster": "ray", "engine": "vllm", "vllm": VLLMConfig(servers=2), "placement": ClusterConfig(shards=2)}
     with pytest.raises(ConfigError, match="^" + re.escape(f"cluster.shards = 2 cannot work: it must be {sentence}")):
         tiny_experiment(tiny_model_dir, tmp_path, workflow=Plain(), backend="torch", **usual | settings)
+
+
+def test_only_files_reach_the_servers_of_several_shards(tiny_model_dir, tmp_path) -> None:
+    settings = {"cluster": "ray", "engine": "vllm", "vllm": VLLMConfig(servers=2, transport="nccl")}
+    placement = ClusterConfig(shards=2)
+    with pytest.raises(ConfigError, match=r"^vllm\.transport = 'nccl' cannot work: it must be 'files' with cluster\.shards"):
+        tiny_experiment(tiny_model_dir, tmp_path, workflow=Plain(), backend="torch", placement=placement, **settings)
+
+
+@dataclass(frozen=True)
+class Begun(Plain):
+    """Its users begin its episodes."""
+
+    open_ended: ClassVar[bool] = True
+
+
+def test_a_workflow_that_others_begin_is_not_divided(tiny_model_dir, tmp_path) -> None:
+    settings = {"cluster": "ray", "engine": "vllm", "vllm": VLLMConfig(servers=2), "placement": ClusterConfig(shards=2)}
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.shards = 2 cannot work: it must be 0 with a workflow whose episodes are begun"
+    ):
+        tiny_experiment(tiny_model_dir, tmp_path, workflow=Begun(), backend="torch", **settings)
+
+
+class Remembers(Plain):
+    """It keeps a state between episodes."""
+
+    def state(self) -> int:
+        return 3
+
+
+def test_a_workflow_that_keeps_a_state_is_not_divided(tiny_model_dir, tmp_path) -> None:
+    settings = {"cluster": "ray", "engine": "vllm", "vllm": VLLMConfig(servers=2), "placement": ClusterConfig(shards=2)}
+    made = tiny_experiment(tiny_model_dir, tmp_path, workflow=Remembers(), backend="torch", **settings)
+    dividing = made.sharded(tiny_model_dir, None, made.workflow, tmp_path, print)
+    with pytest.raises(UserError, match=r"^cluster\.shards = 2 must be 0 with Remembers, which keeps state"), dividing:
+        pass
 
 
 def test_weights_that_another_process_staged_are_linked_and_stay_when_it_removes_them(tmp_path) -> None:

@@ -275,6 +275,21 @@ def test_weights_reach_every_shard_and_what_is_staged_is_kept_until_then():
     assert many.engine.version == 2
 
 
+def test_what_a_shard_did_is_in_a_lane_of_its_own_once_and_on_the_drivers_clock():
+    with sharded(1) as many:
+        began = time.perf_counter()
+        steps(many, 2)
+        found = many.engine.spans()
+        ended = time.perf_counter()
+        again = {span.arguments["ticket"] for _, span in many.engine.spans() if span.name == "episode"}
+    assert {lane for lane, _ in found} == {"shard 0"}
+    assert {"episode", "generate"} <= {span.name for _, span in found}
+    for _, span in found:
+        assert began - 0.1 < span.start <= span.end < ended + 0.1  # the clocks are read one after the other
+    whole = [x.arguments["ticket"] for _, x in found if x.name == "episode"]
+    assert again.isdisjoint(ticket for ticket in whole if whole.count(ticket) == SIZE)
+
+
 def test_no_group_is_older_than_the_bound_while_shards_are_lost():
     with sharded(3, staleness=1, window=2) as many:
         taken = steps(many, 8, lambda step: lose(many, step % 2) if step % 3 == 0 else None)
