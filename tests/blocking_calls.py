@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import areal_x
+from tests.imports import parsed
 
 ROOT = Path(areal_x.__file__).parent
 # Programs of other processes, and the client that users' programs call: the run waits for them elsewhere.
@@ -41,7 +42,7 @@ class Place:
 def sources() -> dict[str, ast.Module]:
     files = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
     return {
-        name: ast.parse(path.read_text(encoding="utf-8"))
+        name: parsed(path.read_text(encoding="utf-8"))
         for name, path in files.items()
         if name not in ELSEWHERE and not name.startswith("simulation/")
     }

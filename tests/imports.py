@@ -4,6 +4,7 @@ modules named in strings (entry points, `python -m`, processes that are started)
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,18 @@ PACKAGES = {
     "areal_x_torch": ROOT / "backends" / "torch" / "areal_x_torch",
 }
 NAMED = re.compile(r"(areal_x\w*(?:\.\w+)+)(?::\w+)?")  # a whole string that names a module or its function
+
+
+def parsed(source: str) -> ast.Module:
+    """The tree of a source. No collection runs meanwhile: CPython 3.11 raises SystemError if a finalizer parses then, or lets
+    another thread parse."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache
@@ -33,7 +46,7 @@ def modules() -> Mapping[str, Path]:
 def imports_of(module: str, path: Path) -> Iterator[str]:
     """The project's modules that this one imports or names."""
     known = modules()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.imports import parsed
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 STOPS = sorted(set(re.findall(r"`((?:[\w-]+/)*\w+\.py)(?::([\w.]+))?`", PAGE)))
@@ -22,7 +24,7 @@ def definitions(file: Path) -> set[str]:
         inner = [names(n.body, f"{prefix}{n.name}.") for n in found if isinstance(n, ast.ClassDef)]
         return {f"{prefix}{n.name}" for n in found}.union(*inner)
 
-    return names(ast.parse(file.read_text(encoding="utf-8")).body)
+    return names(parsed(file.read_text(encoding="utf-8")).body)
 
 
 def problem(path: str, name: str) -> str | None:

@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.conftest import environment_with
+from tests.imports import parsed
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -76,7 +77,7 @@ def third_party(file: Path) -> dict[str, bool]:
             is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
             visit(child, at_import and not is_typing and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
-    visit(ast.parse(file.read_text()), True)
+    visit(parsed(file.read_text()), True)
     return found
 
 

@@ -6,13 +6,14 @@ import. So no arrow runs upwards and no cycle can form.
 
 from __future__ import annotations
 
+import ast
 from functools import cache
 from importlib import import_module
 
 import pytest
 
 from areal_x.config.reader import registered, short_name
-from tests.imports import arrows, entry_points, imports_of, modules
+from tests.imports import arrows, entry_points, imports_of, modules, parsed
 
 GROUND = ("types", "errors", "runtime")
 
@@ -111,6 +112,20 @@ def test_every_configurable_of_the_package_has_an_entry_point():
             import_module(module)
     ours = {short_name(s) for s, c in registered().items() if c.wrapped.__module__.startswith("areal_x.")}
     assert ours == set(entry_points("areal_x.configurables"))
+
+
+def test_a_source_is_parsed_though_a_collection_meanwhile_would_parse_too():
+    class Garbage:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            ast.parse("x = 1")
+
+    for path in modules().values():
+        garbage = [Garbage() for _ in range(20)]
+        garbage.clear()
+        assert parsed(path.read_text(encoding="utf-8")).body is not None
 
 
 def test_imports_are_found_wherever_they_stand(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs_pages import ROOT, blocks, pages
+from tests.imports import parsed
 
 PACKAGES = ("areal_x", "areal_x.agents", "areal_x.sandbox")
 # What documentation and examples may import from: these, and the namespace of the simulation.
@@ -38,7 +39,7 @@ def test_type_checkers_see_the_same_names(package: str) -> None:
     offering = importlib.import_module(package)
     (block,) = [
         node
-        for node in ast.parse(Path(str(offering.__file__)).read_text()).body
+        for node in parsed(Path(str(offering.__file__)).read_text()).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     assert {a.asname: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names} == names_of(package)
@@ -78,7 +79,7 @@ def test_importing_the_package_loads_python_alone_and_leaves_the_environment() -
 def imported(source: str) -> set[str]:
     """The modules of areal_x that a program imports from."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

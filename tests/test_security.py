@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.imports import parsed
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("areal_x", "backends", "benchmarks", "docs", "examples")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -24,7 +26,7 @@ ALLOWED = {
 
 def risky(source: str) -> Iterator[str]:
     """The places in a source file that could run or reveal what they should not."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Import(names):
                 yield from (name.name for name in names if name.name.split(".")[0] in PICKLES)

@@ -28,6 +28,7 @@ from tests.algorithms.frameworks import (
     value_and_gradient,
 )
 from tests.algorithms.test_losses import CLIPPED
+from tests.imports import parsed
 
 LOSSES = test_losses.LOSSES | test_preferences.LOSSES
 BY_HAND = {name: (test_losses if name in test_losses.LOSSES else test_preferences).by_hand for name in LOSSES}
@@ -260,7 +261,7 @@ def lines_of_code(function: ast.FunctionDef) -> int:
 
 @pytest.mark.parametrize("module", ["losses", "preferences", "distillation"])
 def test_no_loss_is_longer_than_25_lines(module):
-    tree = ast.parse(next(path for path in SOURCES if path.stem == module).read_text())
+    tree = parsed(next(path for path in SOURCES if path.stem == module).read_text())
     lengths = {node.name: lines_of_code(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert lengths
     assert {name: lines for name, lines in lengths.items() if lines > 25} == {}
@@ -269,7 +270,7 @@ def test_no_loss_is_longer_than_25_lines(module):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_no_module_of_the_algorithms_imports_jax_or_torch_before_it_is_called(path):
     imported = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path.read_text()).body:
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom):

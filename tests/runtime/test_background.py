@@ -28,6 +28,7 @@ from areal_x.runtime.thread import OneThread
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Failed, Trajectory
 from areal_x.workflows.learned_reward import RewardModel
+from tests.imports import parsed
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain
 
 pytestmark = pytest.mark.timeout(60)  # what nobody hears of is waited for for ever
@@ -97,7 +98,7 @@ def is_attended(call: ast.Call, function: ast.AST) -> bool:
 
 def unattended(source: str, file: str) -> list[str]:
     """Each place that begins something whose exception nobody would hear of."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     awaits = [node for node in ast.walk(tree) if isinstance(node, ast.Await)]
     found = []
     for call, around in calls_in(tree):
