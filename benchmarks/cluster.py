@@ -131,7 +131,7 @@ def main() -> None:
             spent, took = [], []
             for _ in range(options.calls):
                 cpu, wall = time.process_time(), time.perf_counter()
-                gang.call("update", batch=PerNode(dict.fromkeys(gang.nodes, batch)))
+                gang.measured("update", batch=PerNode(dict.fromkeys(gang.nodes, batch)))
                 spent.append(time.process_time() - cpu)
                 took.append(time.perf_counter() - wall)
             gang.end()

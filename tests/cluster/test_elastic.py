@@ -104,6 +104,54 @@ cluster.server_cpus = 2
 """
 
 
+# A step that takes long while a file is there.
+HEAVY = """
+@gin.configurable(module="processes_test")
+def heavy(policy, batch):
+    import os, time
+    from areal_x.algorithms import losses
+    if os.path.exists(FILE):
+        time.sleep(0.8)
+    return losses.ppo_clip(policy, batch)
+"""
+
+
+def test_a_run_scales_up_and_down_by_its_own_idle_shares_and_ends(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Rewards are slow until a second server generates; then steps are, until it has left; then nothing."""
+    folder, steps = tmp_path / "run", 120
+    settings = "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1", f"train.steps = {steps}"
+    command = command_of(tiny_model_dir, folder, ONLINE + ELASTIC, *settings, "grpo.loss = @processes_test.heavy")
+    fast, slow = folder / "fast", folder / "slow"
+    with (folder / "processes_tasks.py").open("a") as tasks:
+        tasks.write(SLOW.replace("FAST", repr(str(fast))).replace("0.1", "0.6"))
+        tasks.write(HEAVY.replace("FILE", repr(str(slow))))
+    run = folder / "runs" / "run"
+
+    def rows() -> list[dict[str, float]]:
+        return read(run) if (run / "metrics.jsonl").exists() else []
+
+    def wait_for(servers: int) -> None:
+        while rows()[-1:] == [] or rows()[-1].get("servers") != servers:
+            assert process.poll() is None, (folder / "err-0").read_text()
+            time.sleep(0.2)
+
+    with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
+        wait_for(2)
+        slow.touch()
+        fast.touch()
+        wait_for(1)
+        slow.unlink()
+        assert process.wait(timeout=600) == 0, (folder / "err-0").read_text()
+    assert [row["step"] for row in rows()] == list(range(steps + 1))
+    last = rows()[-1]
+    assert (last["failed"], last["timed_out"], last["given_back"]) == (0, 0, 0)
+    out = (folder / "out-0").read_text()
+    assert "1 vLLM servers generate, and the trainer waits" in out
+    assert "2 vLLM servers generate, and generation rests" in out
+    assert "is lost" not in out
+    assert not servers_left(tiny_model_dir)
+
+
 def test_a_run_whose_trainer_waits_gets_another_server(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = command_of(

@@ -54,11 +54,13 @@ cluster.cpus = 0.5
 
 @pytest.mark.cluster
 @pytest.mark.server
-def test_a_run_in_shards_whose_servers_are_real_goes_on_though_one_is_killed(tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("lora.rank = 4",)], ids=["weights", "adapters"])
+def test_a_run_in_shards_whose_servers_are_real_goes_on_though_one_is_killed(
+    more: tuple[str, ...], tiny_model_dir: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    command = command_of(
-        tiny_model_dir, folder, ONLINE + SHARDED, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
-    )
+    on_ray = "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
+    command = command_of(tiny_model_dir, folder, ONLINE + SHARDED, *on_ray, *more)
 
     with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
         watched = Watched(process, folder)
