@@ -2,7 +2,8 @@
 
     python -m benchmarks.cluster [--ranks 2 8] [--megabytes 43] [--calls 20] [--steps 0] [--backend jax]
 
-Calls: ranks are actors that do nothing, so that only the calls are measured: the driver's CPU time and the wall time of one.
+Calls: ranks are actors that do nothing, so that only the calls are measured, which are made as updates are: the driver's CPU
+time and the wall time of one.
 Steps (--steps 20): a run of examples/arithmetic/grpo.gin in one process and on Ray with one rank, in turn, twice each: CPU
 time of all their processes and wall time of a step, between the third step and the last.
 """

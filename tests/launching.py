@@ -112,6 +112,17 @@ mesh.processes = 2
 """
 
 
+ONE_RANK = ("train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1")  # a run on Ray
+SLOW = """
+@gin.configurable(module="processes_test")
+def slow_ones(task, text):
+    import os, time
+    if not os.path.exists(FAST):
+        time.sleep(SECONDS)
+    return counts_ones(task, text)
+"""
+
+
 def command_of(directory: Path, folder: Path, text: str, *bindings: str) -> list[str]:
     """The command of a run of this model, whose gin file is written to a new folder."""
     folder.mkdir()
@@ -132,3 +143,11 @@ def assert_measured_alike(one: Path, two: Path) -> None:
         for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
             assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
     assert rows[1]["reward"] > 0
+
+
+def slow_rewards(folder: Path, seconds: float = 0.1) -> Path:
+    """Adds the reward @processes_test.slow_ones to a run's folder. Returns the file that makes it fast once it is there."""
+    fast = folder / "fast"
+    with (folder / "processes_tasks.py").open("a") as tasks:
+        tasks.write(SLOW.replace("FAST", repr(str(fast))).replace("SECONDS", str(seconds)))
+    return fast

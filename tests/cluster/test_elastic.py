@@ -7,21 +7,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_x.monitor.metrics import read
 from tests.cluster.autoscaling import autoscaling_cluster
 from tests.cluster.cluster import HEAD, ROLE, cluster
 from tests.cluster.elastic import ASKING
-from tests.cluster.test_servers import SLOW
-from tests.cluster.watched import servers_left
+from tests.cluster.watched import Watched, servers_left
 from tests.conftest import environment_with
-from tests.launching import ONLINE, command_of, started
+from tests.launching import ONE_RANK, ONLINE, command_of, slow_rewards, started
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200), pytest.mark.cluster, pytest.mark.server]
@@ -119,33 +116,23 @@ def heavy(policy, batch):
 def test_a_run_scales_up_and_down_by_its_own_idle_shares_and_ends(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Rewards are slow until a second server generates; then steps are, until it has left; then nothing."""
     folder, steps = tmp_path / "run", 120
-    settings = "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1", f"train.steps = {steps}"
-    command = command_of(tiny_model_dir, folder, ONLINE + ELASTIC, *settings, "grpo.loss = @processes_test.heavy")
-    fast, slow = folder / "fast", folder / "slow"
+    more = f"train.steps = {steps}", "grpo.loss = @processes_test.heavy"
+    command = command_of(tiny_model_dir, folder, ONLINE + ELASTIC, *ONE_RANK, *more)
+    fast, slow = slow_rewards(folder, 0.6), folder / "slow"
     with (folder / "processes_tasks.py").open("a") as tasks:
-        tasks.write(SLOW.replace("FAST", repr(str(fast))).replace("0.1", "0.6"))
         tasks.write(HEAVY.replace("FILE", repr(str(slow))))
-    run = folder / "runs" / "run"
-
-    def rows() -> list[dict[str, float]]:
-        return read(run) if (run / "metrics.jsonl").exists() else []
-
-    def wait_for(servers: int) -> None:
-        while rows()[-1:] == [] or rows()[-1].get("servers") != servers:
-            assert process.poll() is None, (folder / "err-0").read_text()
-            time.sleep(0.2)
 
     with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
-        wait_for(2)
+        watched = Watched(process, folder, 600)
+        watched.until(lambda: [row.get("servers") for row in watched.rows()[-1:]] == [2])
         slow.touch()
         fast.touch()
-        wait_for(1)
+        watched.until(lambda: watched.rows()[-1].get("servers") == 1)
         slow.unlink()
-        assert process.wait(timeout=600) == 0, (folder / "err-0").read_text()
-    assert [row["step"] for row in rows()] == list(range(steps + 1))
-    last = rows()[-1]
-    assert (last["failed"], last["timed_out"], last["given_back"]) == (0, 0, 0)
-    out = (folder / "out-0").read_text()
+        watched.succeeds(600)
+    rows, out = watched.rows(), watched.out()
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert (rows[-1]["failed"], rows[-1]["timed_out"], rows[-1]["given_back"]) == (0, 0, 0)
     assert "1 vLLM servers generate, and the trainer waits" in out
     assert "2 vLLM servers generate, and generation rests" in out
     assert "is lost" not in out
@@ -154,26 +141,18 @@ def test_a_run_scales_up_and_down_by_its_own_idle_shares_and_ends(tiny_model_dir
 
 def test_a_run_whose_trainer_waits_gets_another_server(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = command_of(
-        tiny_model_dir, folder, ONLINE + ELASTIC, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
-    )
-    with (folder / "processes_tasks.py").open("a") as tasks:
-        tasks.write(SLOW.replace("FAST", repr(str(folder / "fast"))))
-    run = folder / "runs" / "run"
-
-    def rows() -> list[dict[str, float]]:
-        return read(run) if (run / "metrics.jsonl").exists() else []
+    command = command_of(tiny_model_dir, folder, ONLINE + ELASTIC, *ONE_RANK)
+    slow_rewards(folder)
 
     with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
-        while not any(row.get("servers") == 2 for row in rows()):
-            assert process.poll() is None, (folder / "err-0").read_text()
-            time.sleep(0.2)
+        watched = Watched(process, folder, 600)
+        watched.until(lambda: any(row.get("servers") == 2 for row in watched.rows()))
         process.send_signal(signal.SIGINT)
         process.wait(timeout=120)
-    assert [row["step"] for row in rows()] == list(range(len(rows())))
-    assert not any(row.get("failed") for row in rows())
-    assert [row["servers"] for row in rows()[1:6]] == [1.0] * 5
-    out = (folder / "out-0").read_text()
+    rows, out = watched.rows(), watched.out()
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert not any(row.get("failed") for row in rows)
+    assert [row["servers"] for row in rows[1:6]] == [1.0] * 5
     assert "1 vLLM servers generate, and the trainer waits" in out
     assert "is lost" not in out
     assert not servers_left(tiny_model_dir)

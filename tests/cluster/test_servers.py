@@ -22,7 +22,7 @@ from tests.cluster.cluster import HEAD, ROLE, Cluster, cluster
 from tests.cluster.families import ANSWER, family, is_up, write_family
 from tests.cluster.watched import Watched, servers_left
 from tests.conftest import environment_with
-from tests.launching import ONLINE, command_of, started
+from tests.launching import ONE_RANK, ONLINE, command_of, slow_rewards, started
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -203,8 +203,7 @@ def test_room_for_a_server_that_no_node_has_is_refused(
     ray: Cluster, bindings: list[str], sentence: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    on_ray = ("train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1", "train.engine = 'vllm'")
-    command = command_of(tiny_model_dir, folder, ONLINE, *on_ray, *bindings)
+    command = command_of(tiny_model_dir, folder, ONLINE, *ONE_RANK, "train.engine = 'vllm'", *bindings)
     with started(command, 1, 1, folder, **ray.environment) as (process,):
         assert process.wait(timeout=200) == 1, (folder / "out-0").read_text()
     assert sentence in (folder / "err-0").read_text().strip().splitlines()[-1]
@@ -224,25 +223,14 @@ cluster.ranks_on = '{HEAD}'
 cluster.servers_on = '{ROLE}'
 cluster.server_cpus = 2
 """
-SLOW = """
-@gin.configurable(module="processes_test")
-def slow_ones(task, text):
-    import os, time
-    if not os.path.exists(FAST):
-        time.sleep(0.1)
-    return counts_ones(task, text)
-"""
 
 
 @pytest.mark.cluster
 @pytest.mark.server
 def test_a_run_goes_on_while_the_node_of_a_server_is_gone_and_uses_the_next_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = command_of(
-        tiny_model_dir, folder, ONLINE + SERVED, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
-    )
-    with (folder / "processes_tasks.py").open("a") as tasks:
-        tasks.write(SLOW.replace("FAST", repr(str(folder / "fast"))))
+    command = command_of(tiny_model_dir, folder, ONLINE + SERVED, *ONE_RANK)
+    fast = slow_rewards(folder)
 
     with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
         watched = Watched(process, folder, 200)
@@ -257,7 +245,7 @@ def test_a_run_goes_on_while_the_node_of_a_server_is_gone_and_uses_the_next_one(
         assert ray.ask("add") == "done"
         watched.until(lambda: "serves again" in watched.out())
         print(f"serves again at step {watched.step()}")
-        (folder / "fast").touch()
+        fast.touch()
         watched.succeeds(300)
     rows = read(watched.run)
     assert [row["step"] for row in rows] == list(range(151))
@@ -283,9 +271,7 @@ cluster.servers_on = '{ROLE}'
 @pytest.mark.server
 def test_a_server_goes_on_while_a_lost_rank_is_placed_again(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = command_of(
-        tiny_model_dir, folder, ONLINE + KEPT, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
-    )
+    command = command_of(tiny_model_dir, folder, ONLINE + KEPT, *ONE_RANK)
 
     def serving() -> set[int]:
         return {p.pid for p in servers_left(tiny_model_dir) if "api_server" in " ".join(p.cmdline())}

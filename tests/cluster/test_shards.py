@@ -14,7 +14,7 @@ from areal_x.monitor.metrics import read
 from tests.cluster.cluster import HEAD, ROLE, cluster
 from tests.cluster.watched import Watched, servers_left
 from tests.conftest import environment_with
-from tests.launching import ONLINE, command_of, started
+from tests.launching import ONE_RANK, ONLINE, command_of, started
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -59,8 +59,7 @@ def test_a_run_in_shards_whose_servers_are_real_goes_on_though_one_is_killed(
     more: tuple[str, ...], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    on_ray = "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
-    command = command_of(tiny_model_dir, folder, ONLINE + SHARDED, *on_ray, *more)
+    command = command_of(tiny_model_dir, folder, ONLINE + SHARDED, *ONE_RANK, *more)
 
     with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
         watched = Watched(process, folder)

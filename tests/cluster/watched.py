@@ -25,9 +25,13 @@ class Watched:
     def run(self) -> Path:
         return self.folder / "runs" / "run"
 
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics of the steps that it has recorded."""
+        return read(self.run) if (self.run / "metrics.jsonl").exists() else []
+
     def step(self) -> int:
         """The last step that it has recorded; -1 before the first."""
-        rows = read(self.run) if (self.run / "metrics.jsonl").exists() else []
+        rows = self.rows()
         return int(rows[-1]["step"]) if rows else -1
 
     def out(self) -> str:
