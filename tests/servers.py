@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.hf.model_dir import read_tensors, write_model
-from tests.engines.vllm.watching import Watch, declared, watching
+from areal_x.testing import models
+from tests.engines.fleet.watching import Watch, declared, watching
 from tests.optimizer_moments import write_adamw_state
 
 # Uses only characters of the tiny model.
@@ -47,7 +49,7 @@ def watch() -> Iterator[Watch]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost_unasked(watch: Watch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test in which servers are lost or log errors without its declaring so (tests.engines.vllm.watching)."""
+    """Fails a test in which servers are lost or log errors without its declaring so (tests.engines.fleet.watching)."""
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
     watch.check(declared(request.node, "loses"), declared(request.node, "log_errors"), folder)
@@ -66,6 +68,12 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with other weights."""
+    return models.write_model(tmp_path_factory.mktemp("other"), seed=5)
+
+
+@pytest.fixture(scope="session")
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[VLLMEngine]:
     """An engine over one real server of the tiny model, started once. Tests use `vllm_engine`, whose weights are known."""
     checkpoint = tmp_path_factory.mktemp("checkpoint")  # as a trainer saves it, with its optimizer's state
@@ -74,7 +82,7 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, 
         checkpoint, ((name, x, x) for name, x in read_tensors(tiny_model_dir)), {"version": 1, "optimizer": "adamw"}
     )
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    engine = VLLMEngine(VLLMConfig(context=256, concurrency=128), checkpoint, tmp_path_factory.mktemp("vllm"))
+    engine = VLLMEngine(VLLMConfig(context=256, concurrency=128), checkpoint, tmp_path_factory.mktemp("vllm"), kept=True)
     run(engine.start())
     yield engine
     run(engine.close())
@@ -86,3 +94,17 @@ def vllm_engine(vllm_server: VLLMEngine, tiny_model_dir: Path, run: Run) -> VLLM
     staged = vllm_server.stage(Weights(tiny_model_dir, vllm_server.version + 1))
     run(vllm_server.swap(staged))
     return vllm_server
+
+
+@pytest.fixture
+def given_url(vllm_engine: VLLMEngine, run: Run) -> Any:
+    """The running server's address and key; afterwards it belongs to the shared engine again."""
+    (server,) = vllm_engine._servers
+    yield server.url, server.key
+
+    async def give_back() -> None:
+        client = VLLMClient(server.url, server.key)
+        await client.init_weight_transfer({"staging_root": str(vllm_engine.stager.staging.root)})
+        await client.close()
+
+    run(give_back())

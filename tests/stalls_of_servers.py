@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +21,19 @@ import pytest
 from areal_x.cluster import places
 from areal_x.cluster.gang import Room
 from areal_x.cluster.surroundings import Surroundings
-from areal_x.engines.vllm import broadcaster, stager
-from areal_x.engines.vllm import server as servers
+from areal_x.engines.fleet import server as servers
+from areal_x.engines.fleet import stager
+from areal_x.engines.fleet.placed import ClusterStarter, Started
+from areal_x.engines.fleet.replica import ExternalServer, Prove, Replica
+from areal_x.engines.fleet.staging import CopiedWeights, NoRoom, StagedFiles, Staging
+from areal_x.engines.fleet.supervisor import Supervisor
+from areal_x.engines.vllm import broadcaster
 from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
-from areal_x.engines.vllm.placed import ClusterStarter, Started
-from areal_x.engines.vllm.replica import ExternalServer, Replica
-from areal_x.engines.vllm.staging import CopiedWeights, NoRoom, StagedFiles, Staging
-from areal_x.engines.vllm.supervisor import Supervisor
+from areal_x.engines.vllm.server import Launch
 from areal_x.runtime import background
 from tests.stalls import EPISODE_PATTERN, Stall, stall
 
@@ -55,11 +59,11 @@ async def silent_server(stall: Stall) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-@stall("the vLLM server at {} to answer {}")
+@stall("the server at {} to answer {}")
 async def _(stall: Stall) -> None:
     async with silent_server(stall) as url:
         client = VLLMClient(url, None)
-        asked = f"the vLLM server at {url} to answer /weight_info"
+        asked = f"the server at {url} to answer /weight_info"
         version = await stall.through(client.version(), EPISODE_PATTERN, asked)
         assert version == "3"
         await client.close()
@@ -76,15 +80,19 @@ async def _(stall: Stall) -> None:
         await client.close()
 
 
+def launch_in(folder: Any) -> Launch:
+    return Launch(folder, folder, folder, context=1, concurrency=1, seed=0)
+
+
 def engine_of(stall: Stall) -> VLLMEngine:
     """Over one server, that was not reached yet."""
     model = stall.request.getfixturevalue("tiny_model_dir")
     engine = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:9",)), model, stall.folder, lambda line: None)
-    engine.supervisor.add(Replica(SERVER, ExternalServer("http://127.0.0.1:9", None, "files"), iter(())))
+    engine.supervisor.add(Replica(SERVER, ExternalServer("http://127.0.0.1:9", lambda: None), iter(())))
     return engine
 
 
-@stall("a vLLM server to take its request")
+@stall("a server to take its request")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
     engine.fleet.enter(0)
@@ -127,6 +135,28 @@ async def _(stall: Stall) -> None:
     assert (await stall.through(written, "the publication", "version 5 to be written")).version == 5
 
 
+@stall("version {} to be written whole")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    written = StagedFiles(folder=stall.folder, version=5, digest="1")
+    engine.stager._history = SimpleNamespace(stage_whole=lambda staging, staged: (stall.hold(), written)[1])  # type: ignore[assignment]
+    engine.stager.staging = SimpleNamespace()  # type: ignore[assignment]
+    whole = engine.stager.whole(replace(written, base="0"))
+    assert await stall.through(whole, "the publication", "version 5 to be written whole") == written
+
+
+@stall("version {} to be made in its cache")
+async def _(stall: Stall) -> None:
+    async def make_version(order: str) -> list[Any]:
+        return [{"folder": "/c/1", "root": "/c"} if stall.gate.is_set() else {"working": True}]
+
+    engine = engine_of(stall)
+    engine.stager.staging = SimpleNamespace(root=stall.folder)  # type: ignore[assignment]
+    replica: Any = SimpleNamespace(name=SERVER, client=SimpleNamespace(make_version=make_version))
+    place = engine.publisher._feed.place(replica, StagedFiles(folder=stall.folder, version=5, digest="1"))
+    assert await stall.through(place, SERVER, "version 5 to be made in its cache") == (Path("/c"), Path("/c/1"))
+
+
 @stall("the version before to be written")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
@@ -151,7 +181,7 @@ async def _(stall: Stall) -> None:
     engine.stager.current = StagedFiles(folder=stall.folder / "v1", version=1)
     loop = asyncio.get_running_loop()
 
-    async def load(staged: StagedFiles) -> float:
+    async def load(staged: StagedFiles, prove: Prove, place: Any) -> float:
         return 0.0
 
     def staged() -> None:
@@ -188,7 +218,7 @@ async def _(stall: Stall) -> None:
     await stall.through(sends._one_to_come(time.monotonic()), "the publication")
 
 
-@stall("the vLLM servers to end")
+@stall("the servers to end")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
     engine._end_processes = stall.hold  # type: ignore[method-assign]
@@ -198,7 +228,7 @@ async def _(stall: Stall) -> None:
 @stall("the sending of weights to end")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine.publisher.gpu_sender = SimpleNamespace(close=stall.hold)  # type: ignore[assignment]
+    engine.publisher.sender = SimpleNamespace(close=stall.hold)  # type: ignore[assignment]
     await stall.for_episode(engine.close())
 
 
@@ -220,14 +250,14 @@ async def _(stall: Stall) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     async with silent_server(stall) as url:
         server = servers.Server(process, url, "key", log, len("an earlier start\n"))
-        ready = servers.wait_until_ready(server, "vLLM server 1 of 2", 100, lambda line: None)
+        ready = servers.wait_until_ready(server, launch_in(stall.folder), "vLLM server 1 of 2", 100, lambda line: None)
         await stall.through(ready, "vLLM server 1 of 2", r"its process to be ready \(its log ends: loading weights\)")
     process.communicate(b"\n")
 
 
 @stall("its process to end")
 async def _(stall: Stall) -> None:
-    replica = Replica(SERVER, ExternalServer("http://127.0.0.1:9", None, "files"), iter(()))
+    replica = Replica(SERVER, ExternalServer("http://127.0.0.1:9", lambda: None), iter(()))
     replica.server = SimpleNamespace(stop=stall.hold, pid=7)  # type: ignore[assignment]
     await stall.through(replica.close(), SERVER, r"its process to end \(process 7\)")
 
@@ -251,6 +281,15 @@ async def _(stall: Stall) -> None:
     engine.elastic.watch()
     await stall.idle("the watch over the number of servers")
     await engine.elastic.close()
+
+
+@stall("servers that are being started")
+async def _(stall: Stall) -> None:
+    async def nothing(*_: Any) -> Any: ...
+
+    supervisor = Supervisor(VLLMConfig(), print, nothing, nothing, nothing, lambda: None)
+    supervisor._tasks[SERVER] = asyncio.ensure_future(stall.held())
+    await stall.through(supervisor.still(), ".*", f"servers that are being started.*{re.escape(SERVER)}")
 
 
 @stall("its requests to be handed over")
@@ -294,7 +333,7 @@ async def _(stall: Stall) -> None:
         started.set_result(Started("http://10.0.0.7:1", "key", 7, 0))
 
     stall.release = release  # type: ignore[method-assign]
-    launch = servers.Launch(stall.folder, stall.folder, stall.folder, context=1, concurrency=1, seed=0)
+    launch = launch_in(stall.folder)
     starter = ClusterStarter(SimpleNamespace(keepers=keepers))  # type: ignore[arg-type]
     await stall.for_episode(starter.start(0, launch), r" \(on 10.0.0.7\)")
 

@@ -15,7 +15,7 @@ ROLE = "role"
 @gin.configurable("cluster")
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Nodes of the processes that train, of the vLLM servers and of rewards, with train.cluster =
+    """Nodes of the processes that train, of servers and of rewards, with train.cluster =
     'ray'."""
 
     accelerators: int | None = None
@@ -33,11 +33,11 @@ class ClusterConfig:
     "" allows any node."""
 
     server_accelerators: int | None = None
-    """Accelerators of each vLLM server, on each of its nodes. None is what the parallel sizes in
-    vllm.arguments need (one without any), or none in a cluster without accelerators."""
+    """Accelerators of each server, on each of its nodes. None is what its parallel sizes need
+    (vllm.tensor × pipeline × data, or those of sglang), or none in a cluster without accelerators."""
 
     server_cpus: float = 1.0
-    """CPUs that are reserved for each vLLM server, on each of its nodes."""
+    """CPUs that are reserved for each server, on each of its nodes."""
 
     servers_on: str = ""
     """Value of the label "role" of the nodes that serve; "" allows any node."""

@@ -73,13 +73,14 @@ def connected(cpus: float) -> Iterator[None]:
         check_closed()
         yield
         return
-    with waiting("the run", "the Ray cluster"), same_signals():
+    with waiting("the run", "the Ray cluster"):
         if address:
             _connect(address, quiet)
         else:
             offered = max(cpus, os.cpu_count() or 1)
             local: dict[str, Any] = {"num_cpus": offered, "include_dashboard": False}
-            ray.init(address="local", **local, **quiet)
+            with same_signals():
+                ray.init(address="local", **local, **quiet)
             _check_own()
     try:
         yield
@@ -100,7 +101,8 @@ def _connect(address: str, options: dict[str, Any]) -> None:
                 f"no Ray cluster answers at {address} ({reason}): see RAY_ADDRESS"
             ) from None
     try:
-        context = ray.init(address=address, **options)
+        with same_signals():
+            context = ray.init(address=address, **options)
     except Exception as error:
         raise UserError(f"the Ray cluster at {address} {why_unusable(error)}") from error
     try:

@@ -14,7 +14,7 @@ from jaxtyping import Float32
 
 from areal_x.cluster.dealing import Dealer
 from areal_x.cluster.gang import Gang
-from areal_x.cluster.rank import mark_of, outcome_of
+from areal_x.cluster.rank import Built, mark_of, outcome_of
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.runtime.timeline import Interval
@@ -24,17 +24,25 @@ RANK = "rank"  # the name of a process, in messages, logs and the timeline
 
 
 class GangTrainer:
-    """A trainer of the gang. version: of its weights. dealer: of its batches. loss: the one that
-    `update` is called with, which every process has."""
-
-    threads: int | None = None  # each process has its own
+    """A trainer of the gang. built: what the first process says of it. dealer: of its batches.
+    loss: the one that `update` is called with, which every process has."""
 
     def __init__(
-        self, gang: Gang, name: str, version: int, dealer: Dealer, loss: Loss | None
+        self, gang: Gang, name: str, built: Built, dealer: Dealer, loss: Loss | None
     ) -> None:
-        self.version = version
+        self.version = built.version
+        self._threads = built.threads
         self._gang, self._name, self._dealer, self._loss = gang, name, dealer, loss
         self._writers: dict[Path, list[int]] = {}  # of a folder, the processes that see it
+
+    @property
+    def threads(self) -> int | None:
+        return self._threads
+
+    @threads.setter
+    def threads(self, count: int | None) -> None:
+        self._gang.call("set_threads", self._name, count)
+        self._threads = count
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         return self._outputs("logprobs", batch)

@@ -1,4 +1,4 @@
-"""What a run needs of the nodes of a cluster: ranks, vLLM servers and shards of the rollout, each with
+"""What a run needs of the nodes of a cluster: ranks, servers and shards of the rollout, each with
 room on one node.
 
 One description for three readers: `launch` compares it with the nodes that are asked for, `check` and
@@ -80,6 +80,22 @@ class Need:
         return f"{self.count} {names} of {' and '.join(each) or 'nothing'}{on}"
 
 
+@dataclass(frozen=True)
+class Servers:
+    """The servers that a run begins with on the nodes of a cluster."""
+
+    count: int
+
+    accelerators: int
+    """Of each server."""
+
+    hosts: int
+    """Nodes of each server."""
+
+    binding: str
+    """Name of their settings in gin."""
+
+
 def rank_room(backend: str, cluster: ClusterConfig, there: Sequence[Resources]) -> Room:
     """Returns what one process that trains needs of its node. there: the resources of each node."""
     return Room(
@@ -98,15 +114,12 @@ def most_of(resource: str, there: Sequence[Resources]) -> int:
 def needs_of(
     backend: str,
     processes: int,
-    servers: int,
-    width: int,
-    hosts: int,
+    servers: Servers | None,
     cluster: ClusterConfig,
     there: Sequence[Resources],
 ) -> list[Need]:
     """Returns what a run needs, in the order in which it is placed. processes: those that train.
-    servers: those that the run begins with, each of `width` accelerators on `hosts` nodes. there:
-    the resources of each node."""
+    servers: None for a run that places none. there: the resources of each node."""
     ranks = Need(
         name="rank",
         count=processes,
@@ -116,8 +129,18 @@ def needs_of(
         cpus_setting="cluster.cpus",
     )
     needs = [ranks]
-    if servers:
-        needs.append(server_need(servers, width, hosts, cluster, there))
+    if servers is not None:
+        hosts = servers.hosts
+        placed = Need(
+            name="server" if hosts == 1 else "server's part",
+            count=servers.count * hosts,
+            room=server_room(cluster, servers.accelerators // hosts, there),
+            count_setting=f"{servers.binding}.servers",
+            accelerators_setting="cluster.server_accelerators",
+            cpus_setting="cluster.server_cpus",
+            parts=hosts,
+        )
+        needs.append(placed)
     if cluster.shards:
         shards = Need(
             name=SHARD,
@@ -129,21 +152,6 @@ def needs_of(
         )
         needs.append(shards)
     return needs
-
-
-def server_need(
-    servers: int, width: int, hosts: int, cluster: ClusterConfig, there: Sequence[Resources]
-) -> Need:
-    """Returns what the servers need, each of `width` accelerators on `hosts` nodes."""
-    return Need(
-        name="server" if hosts == 1 else "server's part",
-        count=servers * hosts,
-        room=server_room(cluster, width // hosts, there),
-        count_setting="vllm.servers",
-        accelerators_setting="cluster.server_accelerators",
-        cpus_setting="cluster.server_cpus",
-        parts=hosts,
-    )
 
 
 def with_roles(needs: Sequence[Need], nodes: int, resources: Resources) -> list[Node]:

@@ -185,10 +185,12 @@ class RayGang:
                 if id(value) not in put:
                     put[id(value)] = ray.put(value)
             return tuple(put[id(value)] for value in values)
-        except ray.exceptions.ObjectStoreFullError:
+        # Ray keeps what does not fit into memory on the node's disk.
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
             raise UserError(
-                f"a batch of {size / 1e6:.0f} MB does not fit into Ray's object store on this node:"
-                " raise ray start --object-store-memory, or lower train.groups_per_step"
+                f"a batch of {size / 1e6:.0f} MB does not fit into Ray's object store on this node,"
+                " nor on its disk: raise ray start --object-store-memory, free space in ray start"
+                " --temp-dir (/tmp/ray), or lower train.groups_per_step"
             ) from None
 
     def _results(self, references: Sequence[Any], ranks: Sequence[int] = ()) -> list[Any]:

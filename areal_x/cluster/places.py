@@ -84,7 +84,7 @@ def shard_room(cluster: ClusterConfig) -> Room:
 
 
 class RayPlaces:
-    """Places by their numbers (areal_x.engines.vllm.placed.Places); each is made when its keepers
+    """Places by their numbers (areal_x.engines.fleet.placed.Places); each is made when its keepers
     are first wanted."""
 
     def __init__(

@@ -54,6 +54,19 @@ class RankSpec:
     """gin's, which a loss that is a configurable reads when it is called."""
 
 
+@dataclass(frozen=True)
+class Built:
+    """What the driver knows of a trainer that a process has built."""
+
+    version: int
+
+    shares: Shares | None
+    """Which rows of a batch the process reads; None if all."""
+
+    threads: int | None
+    """The trainer's `threads`."""
+
+
 def mark_of(folder: Path, rank: int) -> Path:
     """Returns the file by which the driver sees that a process can write to a folder."""
     return folder / f"rank-{rank}"
@@ -106,14 +119,15 @@ class Rank:
         if self._spec.size > 1:
             load_backend(self._spec.backend).join(self._spec.size)
 
-    def build(self) -> dict[str, tuple[int, Shares | None]]:
-        """Builds the trainers and returns their versions, and which rows this process reads."""
+    def build(self) -> dict[str, Built]:
+        """Builds the trainers and returns what they are, by name."""
         for name, config in self._spec.configs.items():
             self._trainers[name] = create_trainer(self._spec.backend, config)
         return {
-            name: (
+            name: Built(
                 trainer.version,
                 trainer.shares if isinstance(trainer, SharingTrainer) else None,
+                trainer.threads,
             )
             for name, trainer in self._trainers.items()
         }
@@ -150,6 +164,10 @@ class Rank:
             yield from tensors
         else:
             exhaust(tensors)
+
+    def set_threads(self, name: str, count: int) -> None:
+        """Sets the threads of the calls that all make, which one thread of this process runs."""
+        self._trainers[name].threads = count
 
     def save(self, name: str, directory: Path | None) -> None:
         self._trainers[name].save(directory if self.rank == 0 else None)

@@ -13,7 +13,10 @@ from pathlib import Path
 from areal_x.errors import UserError
 
 # Libraries read these variables; Ray gives its processes those of the node.
-ENVIRONMENT = ("XLA_", "JAX_", "TORCH", "NCCL_", "GLOO_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
+ENVIRONMENT = (
+    *("XLA_", "JAX_", "TORCH", "NCCL_", "GLOO_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
+    *("OMP_", "GOMP_"),  # see areal_x.runtime.cores, which the driver's command asks for
+)
 THREADS = "OMP_NUM_THREADS"  # Ray sets it if it is missing
 
 
@@ -67,7 +70,7 @@ def surroundings(
 ) -> Surroundings:
     """Returns this process's. logs: folder for what the others print. more: beginnings of the names
     of more variables that are taken over; keys never are. mark: see `Surroundings.mark`."""
-    wanted = (*ENVIRONMENT, THREADS, *more)
+    wanted = (*ENVIRONMENT, *more)
     return Surroundings(
         folder=Path.cwd(),
         imports=tuple(place or str(Path.cwd()) for place in sys.path),

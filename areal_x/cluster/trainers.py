@@ -72,10 +72,9 @@ def trainers_on_ray(
             built = gang.gather("build")
             found: dict[str, Trainer] = {}
             for name, config in configs.items():
-                shares = [of_rank[name][1] for of_rank in built]
+                shares = [of_rank[name].shares for of_rank in built]
                 dealer = Dealer(own, config, shares, gang.nodes)
-                version = built[0][name][0]
-                found[name] = GangTrainer(gang, name, version, dealer, losses.get(name))
+                found[name] = GangTrainer(gang, name, built[0][name], dealer, losses.get(name))
             yield found
         finally:
             gang.end()

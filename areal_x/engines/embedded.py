@@ -33,6 +33,7 @@ from areal_x.protocols.engine import (
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.runtime import background, timeline
 from areal_x.runtime.waits import waiting
+from areal_x.types import Kept
 
 # Tokens that a slot may grow by between two checks for new requests, cancellations and swaps.
 DECODE_STEPS = 64
@@ -70,6 +71,7 @@ class RunningRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
     def slot_request(self, slot: int) -> SlotRequest:
         so_far = np.concatenate([self.request.tokens, np.asarray(self.tokens, np.int32)]).astype(
@@ -91,6 +93,7 @@ class RunningRequest:
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(self.versions, np.int32),
             finish_reason="stop" if stopped else "length",
+            kept=Kept.joined(self.kept) if self.kept else None,
         )
 
 
@@ -138,6 +141,13 @@ class SlotScheduler:
             running.tokens += decoded.tokens[slot, :count].tolist()
             running.logprobs += decoded.logprobs[slot, :count].tolist()
             running.versions += [version] * count
+            if slot in decoded.kept:
+                running.kept.append(decoded.kept[slot])
+            elif count and running.request.sampling.truncates:
+                raise UserError(
+                    "the backend's sampler did not report what top_p, top_k and min_p kept"
+                    " (areal_x.protocols.sampler.Decoded), as training needs"
+                )
             if decoded.finished[slot]:
                 done.append((running.ticket, self.running.pop(slot).completion()))
                 insort(self.free, slot)

@@ -70,6 +70,11 @@ class Lanes:
             logprobs=joined([_widened(part.logprobs, longest) for part in parts]),
             counts=joined([part.counts for part in parts]),
             finished=joined([part.finished for part in parts]),
+            kept={
+                slot * len(parts) + lane: kept
+                for lane, part in enumerate(parts)
+                for slot, kept in part.kept.items()
+            },
         )
 
     def free(self, slots: Sequence[int]) -> None:

@@ -1,11 +1,15 @@
 """Checks that training samples from the distribution that the trainer computes: softmax(logits /
-temperature), without truncation.
+temperature), over all tokens or over those that truncated sampling kept.
 
-An engine's log-probabilities are those of the distribution sampled from, after top-p and top-k; the
-trainer's are of the whole vocabulary. The mean of their ratio over fresh samples must be 1; with
-truncation it is the probability mass that was kept, and every loss with a ratio would take the
-missing mass for a change of the policy. As long as engines do not return the kept mass, nothing in
-training may change the distribution except the temperature, which the trainer knows.
+An engine's log-probabilities are those of the distribution sampled from, after top-p, top-k and
+min-p. The trainer's are of the same one if it is told which tokens were kept (Completion.kept): it
+renormalises over them. Deriving the set again from the trainer's own logits would not do. They
+differ from the engine's in their last bits, and a token at the boundary would be kept on one side
+and not on the other. Over the whole vocabulary instead, the mean of the ratio over fresh samples
+would be the probability mass that was kept, which every loss with a ratio would take for a change
+of the policy.
+
+Nothing else may change the distribution in training but the temperature, which the trainer knows.
 """
 
 from __future__ import annotations
@@ -15,11 +19,16 @@ from collections.abc import Sequence
 from areal_x.errors import ConfigError
 from areal_x.protocols.workflow import Workflow
 
+REPORTING = ("embedded", "vllm", "sglang")  # engines that report which tokens were kept
+TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # and the values that keep everything
 LEAST_OF_VLLM = 0.01  # vLLM replaces a lower temperature, except 0, by this one
 # Arguments of a server that are refused, and what each would change.
 FLAGS = {
     "--logprobs-mode": "the log-probabilities those of another distribution than is sampled from",
     "--logits-processors": "the distribution one that the trainer does not compute",
+    "--enable-custom-logit-processor": "the distribution one that the trainer does not compute",
+    "--enable-watermark": "the distribution one that the trainer does not compute",
+    "--rl-on-policy-target": "the log-probabilities those of numbers in bfloat16",
 }
 
 
@@ -32,18 +41,17 @@ def check_distribution(workflow: Workflow, engine: str, temperature: float) -> N
     binding = "trainer.temperature"
     used = temperature
     if sampling is not None:
-        whole = (
-            "in training: the trainer's log-probabilities are of the whole distribution, the"
-            " engine's of the truncated one"
-        )
-        if sampling.top_p < 1:
-            raise ConfigError(
-                "sampling.top_p", sampling.top_p, f"1.0 {whole}; sampling.temperature sharpens both"
+        if sampling.truncates and engine not in REPORTING:
+            name, plain = next(
+                (name, plain)
+                for name, plain in TRUNCATIONS.items()
+                if getattr(sampling, name) != plain
             )
-        if sampling.top_k:
-            raise ConfigError(
-                "sampling.top_k", sampling.top_k, f"0 {whole}; sampling.temperature sharpens both"
+            wanted = (
+                f"{plain} in training with train.engine = {engine!r}, which does not report the"
+                f" tokens that were kept: {', '.join(map(repr, REPORTING))} do"
             )
+            raise ConfigError(f"sampling.{name}", getattr(sampling, name), wanted)
         binding, used = "sampling.temperature", sampling.temperature
         if temperature not in (1.0, used):
             wanted = (
@@ -70,11 +78,19 @@ def check_distribution(workflow: Workflow, engine: str, temperature: float) -> N
         raise ConfigError("gateway.sampling", "client", wanted)
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises: ConfigError for server arguments that would change what is sampled or reported."""
+def may_truncate(workflow: Workflow) -> bool:
+    """True if its engine must report which tokens were kept; also for a workflow that does not
+    declare what it samples with."""
+    sampling = workflow.sampling_params()
+    return sampling is None or sampling.truncates
+
+
+def check_arguments(arguments: Sequence[str], binding: str) -> None:
+    """Raises: ConfigError for server arguments, given as `binding`, that would change what is sampled
+    or reported."""
     for word in arguments:
         name = word.partition("=")[0].replace("_", "-")
         if name in FLAGS:
             raise ConfigError(
-                "vllm.arguments", tuple(arguments), f"without {name}, which makes {FLAGS[name]}"
+                binding, tuple(arguments), f"without {name}, which makes {FLAGS[name]}"
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import gin
 import numpy as np
@@ -15,14 +15,20 @@ from jaxtyping import Float32, Int16, Int32
 from areal_x.errors import EngineError as EngineError  # part of the contract, as the next
 from areal_x.errors import PromptTooLong as PromptTooLong
 from areal_x.errors import TaskError, UserError, at_least, positive, within
-from areal_x.types import Images
+from areal_x.types import Images, Kept
+
+NO_SLEEP = "train.colocate = True needs train.engine = 'vllm' or 'sglang'"
+CHANGES = (
+    "it changes the distribution in a way that the trainer does not compute; top_p, top_k, min_p"
+    " and temperature are exact"
+)
 
 
 @gin.configurable("sampling")
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of completions. Training samples from the whole distribution, at a temperature above
-    0."""
+    """Sampling of completions. Truncation (top-p, top-k, min-p) is exact in training: the engine
+    reports which tokens were kept, and the trainer's distribution is over the same ones."""
 
     max_tokens: int = 256
     """Maximum number of new tokens."""
@@ -31,13 +37,35 @@ class SamplingParams:
     """0 decodes greedily. Training needs more than 0, with vLLM at least 0.01."""
 
     top_p: float = 1.0
-    """Nucleus sampling: the probability mass to keep; 1 keeps everything, as training needs."""
+    """Nucleus sampling: keeps the fewest most likely tokens with this probability together; 1 keeps
+    all. Applied after min_p and top_k, to what they keep."""
 
     top_k: int = 0
-    """Number of most likely tokens to keep; 0 keeps all, as training needs."""
+    """Number of most likely tokens to keep; 0 keeps all."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion and belong to it. A workflow adds the model's end tokens."""
+
+    min_p: float = 0.0
+    """Keeps the tokens that are at least this share as likely as the most likely one; 0 keeps
+    all."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "min_tokens": "it forbids the end tokens at first, which the trainer's distribution has:"
+        " score short answers lower instead",
+        "stop": "not every engine decodes text while it samples: end completions with"
+        " sampling.stop_token_ids, or cut the text in the reward",
+        "n": "the attempts at a task are train.group_size",
+        "seed": "the run's is train.seed",
+        "logit_bias": CHANGES,
+        "presence_penalty": CHANGES,
+        "frequency_penalty": CHANGES,
+        "repetition_penalty": CHANGES,
+        "length_penalty": CHANGES,
+        "bad_words": CHANGES,
+        "allowed_token_ids": CHANGES,
+    }
+    """Parameters of other engines that this class lacks, and why."""
 
     def __post_init__(self) -> None:
         positive("sampling.max_tokens", self.max_tokens)
@@ -45,6 +73,13 @@ class SamplingParams:
         within("sampling.top_p", self.top_p, 0, 1)
         positive("sampling.top_p", self.top_p)
         at_least("sampling.top_k", self.top_k, 0)
+        within("sampling.min_p", self.min_p, 0, 1)
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens can never be sampled. A greedy completion takes the most likely one of
+        all."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +112,7 @@ class Completion:
     tokens: Int32[np.ndarray, " N"]
 
     logprobs: Float32[np.ndarray, " N"]
-    """Under the distribution that was sampled from (after temperature, top-p and top-k)."""
+    """Under the distribution that was sampled from (after temperature, min-p, top-k and top-p)."""
 
     versions: Int32[np.ndarray, " N"]
     """The policy version that sampled each token."""
@@ -88,6 +123,9 @@ class Completion:
     experts: Int16[np.ndarray, "P+N layers per_token"] | None = None
     """For a mixture of experts whose engine records them: the experts that each token of prompt and
     completion was routed to; -1 for the last token, which has not been routed yet."""
+
+    kept: Kept | None = None
+    """Which tokens could be sampled at each of the N positions, if `sampling.truncates`."""
 
 
 def max_new_tokens(request: Request, context: int, binding: str) -> int:
@@ -176,6 +214,15 @@ class Engine(Protocol):
         """Ends everything that `start` began; safe to call twice and after a failed start."""
         ...
 
+    async def sleep(self) -> None:
+        """Freezes requests in flight and releases the memory of the engine's accelerators, which the
+        trainer uses until the next `swap` or `wake`. Raises: UserError by default."""
+        raise UserError(NO_SLEEP)
+
+    async def wake(self) -> None:
+        """Goes on after `sleep` with the weights of the last `swap`. Raises: UserError by default."""
+        raise UserError(NO_SLEEP)
+
     def submit(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
         """Starts requests that the engine schedules together, so that repeated runs compute the
         same bits. Cancelling a future drops its request.
@@ -199,8 +246,8 @@ class Engine(Protocol):
 
     async def join(self, url: str) -> None:
         """Adds a running server to the engine. Raises: UserError by default."""
-        raise UserError("servers can join and leave with train.engine = 'vllm' alone")
+        raise UserError("servers can join and leave with train.engine = 'vllm' or 'sglang' alone")
 
     async def leave(self, url: str) -> None:
         """Removes a server from the engine. Raises: UserError by default."""
-        raise UserError("servers can join and leave with train.engine = 'vllm' alone")
+        raise UserError("servers can join and leave with train.engine = 'vllm' or 'sglang' alone")

@@ -7,15 +7,15 @@ only computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from areal_x.protocols.engine import SamplingParams
-from areal_x.types import Images
+from areal_x.types import Images, Kept
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Decoded:
     logprobs: Float32[np.ndarray, "slots steps"]
     counts: Int32[np.ndarray, " slots"]
     finished: Bool[np.ndarray, " slots"]
+    kept: Mapping[int, Kept] = field(default_factory=dict)
+    """Of each slot whose sampling truncates, what it could sample at each of its counts[s]
+    tokens."""
 
 
 def group_identical(requests: Sequence[SlotRequest]) -> dict[Any, list[SlotRequest]]:

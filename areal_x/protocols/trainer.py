@@ -83,7 +83,7 @@ class Trainer(Scorer, Protocol):
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
         """Yields the same tensors as `weights`, as torch tensors on the device. Only needed by the
-        transports "nccl", "rdt" and "handles" (`Backend.TRANSPORTS`), which send no adapters.
+        transports other than "files" (`Backend.TRANSPORTS`), which send no adapters.
 
         Raises: NotImplementedError if the backend offers neither.
         """
@@ -120,6 +120,17 @@ class Trainer(Scorer, Protocol):
 
 
 @runtime_checkable
+class KeepsLogprobs(Protocol):
+    """A trainer that keeps the log-probabilities of a step's own forward pass, for those who look
+    at the batch afterwards (areal_x.types.Turn)."""
+
+    def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
+        """Returns those of the trained tokens of the last `update`, under the parameters before it,
+        and 0 for all others; None if its rows were in several processes."""
+        ...
+
+
+@runtime_checkable
 class CopiesWeights(Protocol):
     """A trainer that copies its weights and writes the copy itself, as one does whose parts are in
     several processes. An engine does it for any other trainer."""
@@ -136,6 +147,28 @@ class CopiesWeights(Protocol):
 
         Raises: OSError if they cannot be written.
         """
+        ...
+
+
+@runtime_checkable
+class RestsOnHost(Protocol):
+    """A trainer whose state can leave its devices between steps, which train.colocate needs."""
+
+    def rest(self) -> None:
+        """Moves parameters, moments and whatever else outlives a step to the host's memory, bit for
+        bit, and gives the devices' memory back. Until `wake`, of the trainer's methods only those that
+        save may be called. Does nothing if it rests; on a CPU the state may stay where it is.
+
+        Raises: UserError if the devices cannot be given to another process.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Moves everything back to where it was. Does nothing if the trainer does not rest."""
+        ...
+
+    def device_bytes(self) -> int:
+        """Returns the bytes of the state that are in the memory of the devices now."""
         ...
 
 

@@ -143,6 +143,10 @@ class MeshConfig:
     tensor: int = 1
     """Shards of attention heads, MLP width and vocabulary."""
 
+    stage: int = 1
+    """Groups of consecutive layers, through which rows go in turns (pipeline parallelism). JAX
+    only."""
+
     processes: int = 1
     """Processes that train one model together on all their devices, with train.cluster = 'ray'
     (docs/cluster.md). With torch each process has one device, with JAX all of its node."""
@@ -150,7 +154,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         if self.data != -1:
             positive("mesh.data", self.data)
-        for axis in ("fsdp", "expert", "context", "tensor", "processes"):
+        for axis in ("fsdp", "expert", "context", "tensor", "stage", "processes"):
             positive(f"mesh.{axis}", getattr(self, axis))
 
     def within_one_process(self) -> MeshConfig:
@@ -158,7 +162,7 @@ class MeshConfig:
         this mesh spans several processes, else unchanged."""
         if self.processes == 1:
             return self
-        return MeshConfig(data=-1, fsdp=1, expert=1, context=1, tensor=1, processes=1)
+        return MeshConfig(data=-1)
 
 
 @gin.configurable("model")
@@ -227,6 +231,7 @@ SET_BY_THE_RUN = [
     "frozen",
     "share_prompts",
     "deterministic",
+    "rests",
     "row_length",
 ]
 
@@ -287,6 +292,9 @@ class TrainerConfig:
 
     deterministic: bool = False
     """True if identical steps must give identical bits."""
+
+    rests: bool = False
+    """True if the state leaves the devices between steps (RestsOnHost)."""
 
     row_length: int = 0
     """Tokens of a row and of the longest sequence; 0 if unknown at construction."""

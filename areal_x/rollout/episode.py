@@ -14,8 +14,9 @@ import numpy as np
 from areal_x.errors import TaskError, UserError, described, traceback_of
 from areal_x.protocols.engine import EngineError
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
+from areal_x.rollout.time_limits import TimeLimits
 from areal_x.runtime.waits import waiting, whose
-from areal_x.types import Episode, Failed, Outcome, Scored, Task, TimedOut
+from areal_x.types import NOT_THE_POLICY, Episode, Failed, Outcome, Scored, Task, TimedOut
 
 
 async def run_episode(
@@ -25,15 +26,17 @@ async def run_episode(
     seconds: float | None,
     row_length: int | None = None,
     together: int = 1,
+    limits: TimeLimits | None = None,
 ) -> Episode:
-    """Runs one episode, for at most `seconds`, and returns its outcome. row_length, together: see
-    `check_fit`.
+    """Runs one episode, for at most `seconds`, and returns its outcome. row_length: of the rows that
+    it is trained in, None if it is not trained on. together: see `check_fit`. limits: stops the clock
+    while the engine sleeps.
 
     Raises only what ends the run: EngineError, UserError and cancellation, unwrapped from exception
     groups.
     """
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with (limits or TimeLimits()).limited(seconds) as limit:
             with waiting(
                 whose(), "its workflow", type(workflow).__name__, idle=workflow.open_ended
             ):
@@ -41,6 +44,7 @@ async def run_episode(
         episode = episode_of(result)
         if row_length is not None:
             check_fit(episode, row_length, together)
+            check_kept(episode, workflow)
         return episode
     except TaskError as error:
         return Episode(failed_by(error))
@@ -87,6 +91,22 @@ def check_fit(episode: Episode, row_length: int, together: int) -> None:
             f"{what} of {longest} tokens does not fit into a row: raise train.row_length ="
             f" {row_length}"
         )
+
+
+def check_kept(episode: Episode, workflow: Workflow) -> None:
+    """Raises: UserError for tokens that were sampled with truncation and do not tell what it kept:
+    a trainer would compare them with whole distributions."""
+    sampling = workflow.sampling_params()
+    if sampling is None or not sampling.truncates:
+        return
+    for trajectory in episode.trajectories:
+        sampled = trajectory.mask & (trajectory.versions != NOT_THE_POLICY)
+        if trajectory.kept is None and sampled.any():
+            raise UserError(
+                f"{type(workflow).__name__} samples with sampling.top_p, top_k or min_p, but its"
+                " trajectories do not hold what they kept: pass kept = completion.kept to"
+                " Trajectory.from_completion"
+            )
 
 
 def episode_of(result: EpisodeResult) -> Episode:

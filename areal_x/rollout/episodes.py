@@ -19,6 +19,7 @@ from areal_x.protocols.engine import ChatServer, Completion, Engine, Request
 from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.episode import error_of, first_of, run_episode
 from areal_x.rollout.pacing import ImmediatePacing, Pacing, WavePacing
+from areal_x.rollout.time_limits import TimeLimits
 from areal_x.runtime import timeline
 from areal_x.runtime.waits import doing, on_behalf_of, waiting
 from areal_x.types import Episode, Failed, Group, Scored, Task, TimedOut
@@ -195,7 +196,7 @@ class LocalEpisodes:
     """Runs episodes in this process.
 
     changed: called when `wanted` or the room for groups may have changed. deterministic: see
-    areal_x.rollout.pacing.
+    areal_x.rollout.pacing. limits: of the episodes' time.
     """
 
     def __init__(
@@ -205,8 +206,10 @@ class LocalEpisodes:
         settings: EpisodeSettings,
         changed: Callable[[], None],
         deterministic: bool = False,
+        limits: TimeLimits | None = None,
     ) -> None:
         self.settings = settings
+        self._limits = limits or TimeLimits()
         self.pacing: Pacing = (
             WavePacing(engine, changed) if deterministic else ImmediatePacing(engine)
         )
@@ -330,7 +333,13 @@ class LocalEpisodes:
     ) -> Episode:
         settings = self.settings
         return await run_episode(
-            workflow, task, view, seconds, settings.row_length, settings.together
+            workflow,
+            task,
+            view,
+            seconds,
+            row_length=settings.row_length,
+            together=settings.together,
+            limits=self._limits,
         )
 
     def _count_error(self, episode: Episode) -> Episode:

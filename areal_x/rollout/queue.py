@@ -59,7 +59,8 @@ class TrajectoryQueue:
     version of the last such call, whatever is on its way, and until the call the step's groups are
     among the B slots of (1), so steps that are taken meanwhile only leave fewer for others. (There
     are at most two such steps: the one whose weights are on their way and the next, since a
-    publication begins after the one before has ended.) Servers that have the newer weights already
+    publication begins after the one before has ended; more where versions are left out, see
+    areal_x.rollout.rollout.Rollout.publish.) Servers that have the newer weights already
     generate with them, also for groups that were admitted under a: no token is older than its
     group, so the bound holds for tokens too.
 
@@ -175,15 +176,29 @@ class TrajectoryQueue:
     def take(self) -> list[Group] | None:
         """Returns the next step's groups in the order of consumption, or None while the window does
         not contain a whole step."""
+        tickets = self._next_step()
+        if tickets is None:
+            return None
+        if self._order:
+            self._order.pop()
+        return self._taken(tickets)
+
+    @property
+    def ready(self) -> bool:
+        """True if `take` would return a step: from then on it stays so until it does."""
+        return self._next_step() is not None
+
+    def _next_step(self) -> Sequence[int] | None:
+        """Returns the tickets of the next step in the order of consumption, or None."""
         if self.depth < self.groups_per_step:
             return None
         if self._order:
-            return self._taken(self._order.pop())
+            return self._order[-1]
         # The lowest finished ticket always goes next, so these are the candidates. The window begins
         # at the lowest ticket not yet taken, which is either a candidate or unfinished. So the last
         # candidate decides.
         batch = self._finished[: self.groups_per_step]
-        return self._taken(batch) if batch[-1] < self._oldest_unfinished() + self.window else None
+        return batch if batch[-1] < self._oldest_unfinished() + self.window else None
 
     def _oldest_unfinished(self) -> int:
         """Returns the lowest ticket that is live and unfinished, or the next ticket if there is

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer import RestsOnHost, Trainer
 from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.run.journal import Resumed
@@ -58,11 +58,24 @@ class Rollout:
                 rollout.publish(trainer, wait=False)
 
     runner: its workflow is already set up for the tokenizer. evaluation: the workflow that
-    `evaluate` runs, by default the runner's, greedily.
+    `evaluate` runs, by default the runner's, greedily. models: what shares its accelerators with the
+    engine; None if each side has its own. The two then take turns (docs/colocate.md): `take` ends the
+    engine's, `publish` ends the trainer's, unless the next step's groups are there already.
     """
 
-    def __init__(self, runner: Runner, evaluation: Workflow | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        evaluation: Workflow | None = None,
+        models: RestsOnHost | None = None,
+    ) -> None:
         self.runner, self.engine = runner, runner.engine
+        self._models = models
+        self._training = models is not None  # it is the trainer's turn
+        self._turns: dict[str, float] = {}  # seconds of the last turn of the trainer
+        self._slept = 0.0  # when the engine began to sleep
+        # what was not published, as the trainer's turn goes on; None if nothing
+        self._put_off: tuple[Trainer, int] | None = None
         self.evaluation = evaluation or runner.workflow.greedy()
         self._workflows = [runner.workflow, *([evaluation] if evaluation else [])]  # to be closed
         self.resumed: Resumed | None = None  # where the first `swap` begins
@@ -97,6 +110,7 @@ class Rollout:
             serve, loop, what="the rollout's thread", failed=self._failed, name="rollout"
         )
         try:
+            self._rest()
             with waiting("the run", "the engine to start"):
                 self._call(self.engine.start())
         except BaseException:
@@ -113,9 +127,19 @@ class Rollout:
         has the pause, bytes and seconds of the publication before. There is one publication at a
         time: this waits for the one before, as `evaluate` does. If it fails, the next call of any
         method raises its error. Where the swap reads the trainer's own memory, this always waits.
+
+        If engine and trainer take turns, and the groups of the next step are there, the engine
+        would wake to sleep again: the version is left out unless this waits, or an evaluation
+        needs it, and the trainer's turn goes on.
         """
         version = trainer.version if version is None else version
         self.finish_publication()
+        if not wait and self._turn_goes_on():
+            self._put_off = trainer, version
+            before, self._last = self._last, Published(0.0, 0.0)
+            return replace(before, staged_seconds=0.0)
+        self._put_off = None
+        self._trains()
         began = time.perf_counter()
         with (
             timeline.span("stage", version=version),
@@ -124,6 +148,7 @@ class Rollout:
             staged = self.engine.stage(trainer, version)
         staged_seconds = time.perf_counter() - began
         collect()
+        self._rest()
         publication = self._submit(self._publish(staged, version, began, staged_seconds))
         self._publication = version, publication
         if wait or staged.reads_trainer:
@@ -141,8 +166,10 @@ class Rollout:
         return self._last
 
     def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
-        """Tells the engine how idle both sides were in a step. See Engine.balance."""
-        return self._look(lambda: self.engine.balance(trainer_idle, rollout_idle))
+        """Tells the engine how idle both sides were in a step (Engine.balance), and returns metrics of
+        the step."""
+        metrics = self._look(lambda: self.engine.balance(trainer_idle, rollout_idle))
+        return {**metrics, **self._turns}
 
     def join(self, url: str) -> None:
         """Adds a running server to the engine. See Engine.join."""
@@ -168,15 +195,26 @@ class Rollout:
             if self._taking is None:
                 self._taking = self._submit(self.runner.take())
             groups = self._result(self._taking)
+            self._trains()
+        if self._put_off is not None:
+            self._put_off, self._turns = None, {}  # the rest of the turn is another step's
         self._taking = None
         return groups
 
     def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
         """Runs one episode per task under the most recently published weights, beside the
         rollout."""
+        if self._put_off is not None:
+            self.publish(*self._put_off)
         self.finish_publication()
+        if returns := self._models is not None and self._training:
+            self._rest()
+            self._call(self._wake())
         with waiting("the trainer", "the evaluation", self.runner.evaluating):
-            return self._call(self.runner.evaluate(tasks, self.evaluation))
+            episodes = self._call(self.runner.evaluate(tasks, self.evaluation))
+        if returns:
+            self._trains()
+        return episodes
 
     def state(self) -> dict[str, Any]:
         """Returns {"position", "next_ticket", "unfinished": [[ticket, position], …]}, and
@@ -202,6 +240,51 @@ class Rollout:
                 self._thread.join()
                 self._loop = None
 
+    # ---- turns of trainer and engine on the same accelerators
+
+    def _trains(self) -> None:
+        """Begins the trainer's turn: the engine sleeps, then the trainer's state returns to its
+        devices."""
+        if self._models is None or self._training:
+            return
+        self.finish_publication()
+        began = time.perf_counter()
+        with timeline.span("sleep"), waiting("the trainer", "the engine to sleep"):
+            self._call(self._sleep())
+        self._slept = time.perf_counter()
+        with timeline.span("wake"), waiting("the trainer", "its state to return to its devices"):
+            self._models.wake()
+        self._training = True
+        self._turns = {
+            "sleep_seconds": self._slept - began,
+            "wake_seconds": time.perf_counter() - self._slept,
+        }
+
+    def _turn_goes_on(self) -> bool:
+        """True if it is the trainer's turn, and would be again at once after a publication."""
+        turns = self._models is not None and self._training
+        return turns and self._look(lambda: self.runner.queue.ready)
+
+    def _rest(self) -> None:
+        """Ends the trainer's turn: its state leaves its devices. The next swap wakes the engine."""
+        if self._models is None or not self._training:
+            return
+        began = time.perf_counter()
+        with timeline.span("rest"), waiting("the trainer", "its state to leave its devices"):
+            self._models.rest()
+        self._training = False
+        ended = time.perf_counter()
+        if self._slept:
+            self._turns |= {"rest_seconds": ended - began, "asleep_seconds": ended - self._slept}
+
+    async def _sleep(self) -> None:
+        self.runner.limits.stop()
+        await self.engine.sleep()
+
+    async def _wake(self) -> None:
+        await self.engine.wake()
+        self.runner.limits.go_on()
+
     async def _publish(
         self, staged: Any, version: int, began: float, staged_seconds: float
     ) -> Published:
@@ -226,6 +309,7 @@ class Rollout:
                 ):
                     await self.runner.settled()
             paused = await self.engine.swap(staged)
+            self.runner.limits.go_on()
             if self._running is None:
                 self.runner.begin(version, self.resumed)
                 # `take` raises its error

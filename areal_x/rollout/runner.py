@@ -19,6 +19,7 @@ from areal_x.rollout.episode import error_of, first_of
 from areal_x.rollout.episodes import Episodes, EpisodeSettings, LocalEpisodes
 from areal_x.rollout.patience import Patience
 from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.time_limits import TimeLimits
 from areal_x.run.journal import NullRecorder, Recorder, Resumed
 from areal_x.runtime.waits import waiting
 from areal_x.tasks.screening import Screen
@@ -105,6 +106,7 @@ class Runner:
             open_ended=workflow.open_ended,
             message=message or (lambda _: None),
         )
+        self.limits = TimeLimits()  # of episodes in this process
         self.greedy = greedy
         self.screen = screen
         self.recorder = recorder or NullRecorder()
@@ -112,7 +114,7 @@ class Runner:
         self._changed = asyncio.Event()
         self._live: dict[int, None] = {}  # tickets of the groups whose episodes run, in order
         self.episodes = (
-            LocalEpisodes(engine, workflow, settings, self._notify, deterministic)
+            LocalEpisodes(engine, workflow, settings, self._notify, deterministic, self.limits)
             if episodes is None
             else episodes(self._notify)
         )

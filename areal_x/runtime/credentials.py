@@ -12,7 +12,15 @@ RAY_TOKEN = "RAY_AUTH_TOKEN"
 VLLM_KEY = "VLLM_API_KEY"
 """Replaces the weights of the vLLM servers of vllm.urls."""
 
+SGLANG_KEY = "SGLANG_API_KEY"
+"""Opens the SGLang servers of sglang.urls."""
+
+SGLANG_ADMIN_KEY = "SGLANG_ADMIN_API_KEY"
+"""Replaces the weights of the SGLang servers of sglang.urls."""
+
+SECRETS = frozenset({RAY_TOKEN, VLLM_KEY, SGLANG_KEY, SGLANG_ADMIN_KEY})
+
 
 def without_credentials(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of an environment that code of others may see."""
-    return {name: x for name, x in environment.items() if name not in (RAY_TOKEN, VLLM_KEY)}
+    return {name: x for name, x in environment.items() if name not in SECRETS}

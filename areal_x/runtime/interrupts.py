@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -167,14 +167,25 @@ def deferred_interrupts_in_each(make: Callable[P, Iterator[T]]) -> Callable[P, I
 
 @contextmanager
 def same_signals() -> Iterator[None]:
-    """Installs the handlers of signals again that the body replaces: Ray's would end the process at
-    once."""
+    """Keeps the handlers of Ctrl-C and SIGTERM, whatever the body sets: Ray's would end the process
+    at once. A signal that comes during the body counts too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {int(n): signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    set_handler, alarm = signal.signal, signal.getitimer(signal.ITIMER_REAL)
+
+    def keep(number: int, handler: Any) -> Any:
+        return handlers[number] if number in handlers else set_handler(number, handler)
+
+    signal.signal = keep  # type: ignore[assignment]
     try:
         yield
     finally:
+        signal.signal = set_handler
+        # Ray's C++ code has set handlers too. They pass a signal on to those that they replaced, and
+        # abort the process 3 s later by an alarm.
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            set_handler(number, handler)
+        if not any(alarm):
+            signal.setitimer(signal.ITIMER_REAL, 0)

@@ -42,7 +42,12 @@ LANE_OF = {
     "stage": TRAINER,
     "checkpoint": TRAINER,
     "evaluate": TRAINER,
+    # with train.colocate: the servers go to sleep, then the trainer's state returns or leaves
+    "sleep": TRAINER,
+    "wake": TRAINER,
+    "rest": TRAINER,
     "pause": ENGINE,
+    "prove": ENGINE,
     "episode": EPISODES,
     "generate": GENERATION,
     "reward": REWARDS,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from areal_x.engines.vllm.stager import Stager
-from areal_x.engines.vllm.staging import CopiedWeights
+from areal_x.engines.fleet.stager import Stager
+from areal_x.engines.fleet.staging import CopiedWeights
 from areal_x.errors import UserError
 from areal_x.protocols.engine import Completion, Engine, Request
 from areal_x.runtime.timeline import Interval

@@ -11,8 +11,8 @@ from functools import partial
 
 from areal_x.cluster.places import places_on_ray, shard_room
 from areal_x.cluster.surroundings import surroundings
-from areal_x.engines.vllm.probe import probe_prompt
-from areal_x.engines.vllm.stager import Stager
+from areal_x.engines.fleet.probe import probe_prompt
+from areal_x.engines.fleet.stager import Stager
 from areal_x.protocols.trainer import Scorer
 from areal_x.rollout.episodes import Episodes, EpisodeSettings
 from areal_x.runtime.shared_folder import marked
@@ -57,6 +57,7 @@ def sharded_on_ray(
         scorer=scorer,
         probe_prompt=partial(probe_prompt, parts.vocabulary, config.context),
         report=message,
+        prove_every=config.prove_every,
     )
     with (
         marked(parts.logs) as mark,
@@ -64,7 +65,7 @@ def sharded_on_ray(
             shard_room(cluster),
             hosts=1,
             make=partial(Shard, parts, settings),
-            surroundings=surroundings(parts.logs, more=[SERVERS_READ], mark=mark),
+            surroundings=surroundings(parts.logs, more=SERVERS_READ, mark=mark),
             name="shard",
             settings=("cluster.shards", "cluster.shard_cpus"),
         ) as places,

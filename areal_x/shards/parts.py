@@ -14,11 +14,11 @@ from typing import Any
 import gin
 
 from areal_x.cluster.config import ClusterConfig
+from areal_x.engines.fleet.division import servers_of
+from areal_x.engines.fleet.staging import StagedFiles
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.division import servers_of
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.staging import StagedFiles
-from areal_x.hf.model_dir import read_config, text_config
+from areal_x.hf.model_dir import vocabulary_of
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.protocols.workflow import Workflow
@@ -56,6 +56,9 @@ class VLLMParts:
 
     experts: bool
 
+    kept: bool
+    """Completions whose sampling truncates contain the tokens that it kept."""
+
     bindings: str
     """gin's, which configurables read when they are called."""
 
@@ -64,7 +67,7 @@ class VLLMParts:
 
     @property
     def vocabulary(self) -> int:
-        return int(text_config(read_config(self.directory))["vocab_size"])
+        return vocabulary_of(self.directory)
 
     def __call__(self, number: int, times: int, message: Callable[[str], None]) -> ShardParts:
         gin.parse_config(self.bindings, skip_unknown=True)
@@ -88,6 +91,7 @@ class VLLMParts:
             message,
             self.lora,
             self.experts,
+            kept=self.kept,
             starter=starter,
             trainer_here=False,
             first=first,

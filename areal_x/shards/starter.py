@@ -1,4 +1,4 @@
-"""Starts vLLM servers on the nodes of the cluster that this process is connected to."""
+"""Starts servers on the nodes of the cluster that this process is connected to."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from areal_x.cluster.config import ClusterConfig
-from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.server import Starter
+from areal_x.engines.fleet.config import FleetConfig
+from areal_x.engines.fleet.server import Starter
 
-SERVERS_READ = "VLLM_"  # the environment variables that vLLM reads begin with it
+SERVERS_READ = ("VLLM_", "SGLANG_")  # the environment variables that servers read begin so
 
 
 @contextmanager
-def server_starter(config: VLLMConfig, placement: ClusterConfig) -> Iterator[Starter]:
+def server_starter(config: FleetConfig, placement: ClusterConfig) -> Iterator[Starter]:
     """Returns what starts servers, which end with the body.
 
     Raises: UserError or ConfigError if no node has the labels or the room.
     """
     from areal_x.cluster.places import places_on_ray, server_room
     from areal_x.cluster.surroundings import surroundings
-    from areal_x.engines.vllm.placed import ClusterStarter, Keeper, accelerators_of
+    from areal_x.engines.fleet.placed import ClusterStarter, Keeper
 
-    room = server_room(placement, accelerators_of(config.arguments) // config.hosts)
-    around = surroundings(logs=None, more=[SERVERS_READ])
+    room = server_room(placement, config.widths.on_each_host)
+    around = surroundings(logs=None, more=SERVERS_READ)
     with places_on_ray(room, config.hosts, Keeper, around, joins=config.most > 0) as places:
         yield ClusterStarter(places)
 
 
-def threads_of(config: VLLMConfig, placement: ClusterConfig) -> int:
-    """Returns the compute threads of a server on another node, whose cores are not this one's to
-    divide."""
-    return config.threads or max(1, int(placement.server_cpus))
+def threads_of(config: FleetConfig, placement: ClusterConfig) -> int:
+    """Returns the compute threads of a server's worker on another node, whose cores are not this
+    one's to divide."""
+    workers = config.widths.on_each_host
+    return config.threads or max(1, int(placement.server_cpus) // workers)

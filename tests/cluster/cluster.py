@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+
+import psutil
 
 TOKEN = "a token of the tests, of enough characters"
 ADDRESS, DONE = "address:", "done"
@@ -50,6 +52,19 @@ def cluster(nodes: int, **environment: str) -> Iterator[Cluster]:
         yield Cluster(process, address, {"RAY_ADDRESS": address, **ENVIRONMENT, **environment})
         process.stdin.close()  # type: ignore[union-attr]
         process.wait(timeout=60)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kills a process and all that it has started."""
+    try:
+        yield
+    finally:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=30)
 
 
 def main(nodes: int) -> None:

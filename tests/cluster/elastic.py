@@ -25,10 +25,10 @@ from areal_x.cluster.config import ClusterConfig
 from areal_x.cluster.connection import connected
 from areal_x.cluster.places import RayPlaces, places_on_ray, server_room
 from areal_x.cluster.surroundings import surroundings
+from areal_x.engines.fleet.placed import ClusterStarter, Keeper
+from areal_x.engines.fleet.scaling import STEPS
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.placed import ClusterStarter, Keeper
-from areal_x.engines.vllm.scaling import STEPS
 from areal_x.protocols.engine import Request, SamplingParams
 from tests.cluster.cluster import ROLE
 from tests.servers import Weights
@@ -139,9 +139,7 @@ async def up_and_down(engine: VLLMEngine, model: Path, places: RayPlaces) -> dic
 
 
 async def spanning(model: Path, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    config = VLLMConfig(
-        hosts=2, arguments=("--tensor-parallel-size", "2"), context=256, concurrency=8, threads=1, heartbeat_seconds=60.0
-    )
+    config = VLLMConfig(hosts=2, tensor=2, context=256, concurrency=8, threads=1, heartbeat_seconds=60.0)
     with placed(config) as places:
         engine = VLLMEngine(config, model, folder, report, starter=ClusterStarter(places))
         await engine.start()

@@ -74,9 +74,9 @@ def placed(folder: Path, arguments: list[str]) -> Iterator[Any]:
     from areal_x.cluster.connection import connected
     from areal_x.cluster.places import places_on_ray, server_room
     from areal_x.cluster.surroundings import surroundings
-    from areal_x.engines.vllm.placed import ClusterStarter, Keeper
+    from areal_x.engines.fleet.folders import LOCK
+    from areal_x.engines.fleet.placed import ClusterStarter, Keeper
     from areal_x.engines.vllm.server import Launch
-    from areal_x.engines.vllm.staging import LOCK
     from tests.cluster.cluster import ROLE
 
     (folder / LOCK).touch()

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+from ray.exceptions import OutOfDiskError
 
 from areal_x.cluster import on_ray
 from areal_x.cluster.connection import connected
@@ -36,6 +38,9 @@ class Object:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def thread(self) -> int:
+        return threading.get_ident()
 
     def wait(self) -> None:
         threading.Event().wait()
@@ -106,7 +111,22 @@ class Nodes(list[str]):
 
 def works(gang: Gang) -> str:
     found = gang.call("squared", 10, batch=batch_of(3)), gang.gather("squared", 10, batch=batch_of(100_000))
-    return f"{found} {list(gang.stream('numbers', 5))} {gang.first('pid') != os.getpid()}"
+    return f"{found} {list(gang.stream('numbers', 5))} {gang.first('pid') != os.getpid()} {works_in_one_thread(gang)}"
+
+
+def works_in_one_thread(gang: Gang) -> bool:
+    """True if one thread makes all calls that all make: what is set for it, as OpenMP's number of threads, holds for the next
+    call."""
+    found = [gang.gather("thread"), gang.gather("thread")]
+    gang.beside("pid")
+    return found == 2 * found[:1] and gang.measured("thread")[0] == gang.gather("thread")[0] == found[0][0]
+
+
+def larger_than_the_store(gang: on_ray.RayGang) -> str:
+    """A batch of more bytes than the store of a node of tests.cluster.cluster, then one that has no room on disk either."""
+    found = [raised(lambda count=count: gang.gather("squared", 10, batch=batch_of(count))) for count in (40_000_000, 100_000)]
+    with patch("ray.put", side_effect=OutOfDiskError("no space left")):
+        return f"{found} {raised(lambda: gang.gather('squared', 10, batch=batch_of(100_000)))}"
 
 
 def gone_while_idle(rank: int) -> str:
@@ -141,7 +161,9 @@ def no_folder() -> str:
 
 def main(*names: str) -> None:
     cases: dict[str, Callable[[], str]] = {
-        "works": lambda: with_gang(works),
+        "works": lambda: works(lasting()),
+        "second computes": lambda: second_computes(lasting()),
+        "second raises alone": lambda: raised(lambda: lasting().measured("raises_alone", 1)),  # which ends it
         "first gone while idle": lambda: gone_while_idle(0),
         "second gone while idle": lambda: gone_while_idle(1),
         "second raises": lambda: with_gang(lambda gang: raised(lambda: gang.call("raises", 1, ArithmeticError))),
@@ -150,13 +172,13 @@ def main(*names: str) -> None:
         "all refuse": lambda: with_gang(lambda gang: raised(lambda: gang.call("all_raise"))),
         "second ends": lambda: with_gang(lambda gang: raised(lambda: gang.call("ends", 1))),
         "first ends": lambda: with_gang(lambda gang: raised(lambda: gang.call("ends", 0))),
-        "second raises alone": lambda: with_gang(lambda gang: raised(lambda: gang.measured("raises_alone", 1))),
-        "second computes": lambda: with_gang(second_computes),
         "beside": lambda: with_gang(lambda gang: raised(lambda: gang.beside("ends", 1))),
         "another version": another_version,
         "no folder": no_folder,
+        "larger than the store": lambda: with_gang(larger_than_the_store),
     }
-    with connected(cpus=SIZE):
+    with connected(cpus=SIZE), ExitStack() as stack:
+        lasting = cache(lambda: stack.enter_context(gang_of()))  # of the cases that leave it whole
         for name, case in cases.items():
             if not names or name in names:
                 try:
@@ -164,6 +186,8 @@ def main(*names: str) -> None:
                 except Exception as error:
                     found = f"{type(error).__name__}: {error}"
                 print(f"{name}: {found}".replace("\n", " "), flush=True)
+            if name == "second raises alone":
+                stack.close()
 
 
 def with_gang(do: Callable[[on_ray.RayGang], str]) -> str:

@@ -103,7 +103,7 @@ class Runs:
 
     def wait(self) -> list[str]:
         async def all_back() -> None:
-            members, joining = self.engine.fleet.members, self.engine.publisher.broadcaster._joining
+            members, joining = self.engine.fleet.members, self.engine.publisher.sender._joining
             while not all(member.serves or name in joining for name, member in members.items()):
                 await asyncio.sleep(0.05)
 
@@ -117,8 +117,8 @@ def main(folder: Path, model: Path, processes: int, servers: int) -> None:
     from areal_x.cluster.places import places_on_ray, server_room
     from areal_x.cluster.surroundings import surroundings
     from areal_x.cluster.trainers import trainers_on_ray
+    from areal_x.engines.fleet.placed import ClusterStarter, Keeper
     from areal_x.engines.vllm.config import VLLMConfig
-    from areal_x.engines.vllm.placed import ClusterStarter, Keeper
     from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
 
     engines.check_machine = lambda *_: None  # refuses vLLM's build for CPUs

@@ -7,16 +7,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from areal_x.cluster.connection import why_unusable
 from areal_x.monitor.metrics import read
 from areal_x.run import checkpoint
-from tests.cluster.cluster import Cluster, cluster
+from tests.cluster.cluster import Cluster, cluster, ended
 from tests.cluster.nodes import can_make_nodes
 from tests.conftest import environment_with
 from tests.launching import WRITTEN, command_of, finished, started
@@ -82,17 +81,9 @@ def node_with_its_own(folder: Path, ray: Cluster) -> Iterator[None]:
     words = ["unshare", "--mount", "bash", "-c", script, "bash", str(folder), str(Path(sys.executable).with_name("ray"))]
     words += ["start", "--block", "--address", ray.address, "--num-cpus", "2", "--object-store-memory", str(100 << 20)]
     words += ["--dashboard-agent-listen-port", "0"]
-    with subprocess.Popen(
-        words, env=os.environ | ray.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as node:
-        try:
-            yield
-        finally:
-            family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(family, timeout=30)
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(words, env=os.environ | ray.environment, stdout=quiet, stderr=quiet) as node, ended(node):
+        yield
 
 
 @pytest.mark.cluster

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_x.cluster.dealing import Dealer, speakers
 from areal_x.cluster.on_ray import bytes_of
-from areal_x.cluster.rank import Rank, RankSpec
+from areal_x.cluster.rank import Built, Rank, RankSpec
 from areal_x.protocols import backends
 from areal_x.protocols.shares import Purpose, Shares, SharingBackend, own_rows
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
@@ -82,13 +82,13 @@ def test_a_backend_that_does_not_divide_gets_whole_batches() -> None:
 
 def test_only_a_trainer_that_reads_shares_declares_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """`shares` alone is not enough: it may be a trainer's own."""
-    whole = SimpleNamespace(version=3, shares=Shares((0,), 2))
-    sharing = SimpleNamespace(version=4, shares=Shares((1,), 2), update_share=print, outputs_share=print)
+    whole = SimpleNamespace(version=3, threads=2, shares=Shares((0,), 2))
+    sharing = SimpleNamespace(version=4, threads=None, shares=Shares((1,), 2), update_share=print, outputs_share=print)
     built = {"whole": whole, "sharing": sharing}
     configs = {name: TrainerConfig(model=ModelConfig(path=name)) for name in built}
     monkeypatch.setattr("areal_x.cluster.rank.create_trainer", lambda backend, config: built[config.model.path])
     spec = RankSpec(backend="any", size=2, configs=configs, losses={}, bindings="")
-    assert Rank(spec, 0).build() == {"whole": (3, None), "sharing": (4, Shares((1,), 2))}
+    assert Rank(spec, 0).build() == {"whole": Built(3, None, 2), "sharing": Built(4, Shares((1,), 2), None)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

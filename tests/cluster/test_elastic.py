@@ -133,8 +133,8 @@ def test_a_run_scales_up_and_down_by_its_own_idle_shares_and_ends(tiny_model_dir
     rows, out = watched.rows(), watched.out()
     assert [row["step"] for row in rows] == list(range(steps + 1))
     assert (rows[-1]["failed"], rows[-1]["timed_out"], rows[-1]["given_back"]) == (0, 0, 0)
-    assert "1 vLLM servers generate, and the trainer waits" in out
-    assert "2 vLLM servers generate, and generation rests" in out
+    assert "1 servers generate, and the trainer waits" in out
+    assert "2 servers generate, and generation rests" in out
     assert "is lost" not in out
     assert not servers_left(tiny_model_dir)
 
@@ -153,6 +153,6 @@ def test_a_run_whose_trainer_waits_gets_another_server(tiny_model_dir: Path, tmp
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert not any(row.get("failed") for row in rows)
     assert [row["servers"] for row in rows[1:6]] == [1.0] * 5
-    assert "1 vLLM servers generate, and the trainer waits" in out
+    assert "1 servers generate, and the trainer waits" in out
     assert "is lost" not in out
     assert not servers_left(tiny_model_dir)

@@ -1,4 +1,5 @@
-"""Weights that the processes of a gang copy and write: here objects of this process, called as those of a gang are."""
+"""Weights that the processes of a gang copy and write, and their threads: here objects of this process, called as those of a
+gang are."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ from areal_x.algorithms import losses
 from areal_x.cluster import rank as rank_module
 from areal_x.cluster.dealing import Dealer
 from areal_x.cluster.ganged import GangTrainer
-from areal_x.cluster.rank import Rank, RankSpec
-from areal_x.engines.vllm.loading import shards
-from areal_x.engines.vllm.staging import NoRoom, StagedFiles, Staging
+from areal_x.cluster.rank import Built, Rank, RankSpec
+from areal_x.engines.fleet.manifest import shards
+from areal_x.engines.fleet.staging import NoRoom, StagedFiles, Staging
 from areal_x.hf.weight_copy import write_shards
 from areal_x.protocols.trainer import CopiesWeights, Mine
 from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.runtime.cores import Threads
 
 
 @dataclass
@@ -56,6 +58,11 @@ class Gang:
     beside = call
 
 
+def ganged(gang: Any, threads: int | None = None) -> GangTrainer:
+    nobody: Any = None
+    return GangTrainer(gang, "policy", Built(0, None, threads), Dealer(nobody, TrainerConfig(), [], []), losses.sft)
+
+
 SIZES = (700, 1, 40, 40, 300, 2, 2, 90)
 Make = Callable[[int], tuple[Gang, GangTrainer, list[Shared]]]
 
@@ -68,7 +75,7 @@ def make() -> Make:
         gang, shared = Gang(size), [Shared(tensors) for _ in range(size)]
         for rank, trainer in zip(gang.ranks, shared, strict=True):
             rank._trainers["policy"] = trainer  # type: ignore[assignment]
-        return gang, GangTrainer(gang, "policy", 0, Dealer(None, TrainerConfig(), [], []), losses.sft), shared  # type: ignore[arg-type]
+        return gang, ganged(gang), shared
 
     return made
 
@@ -159,3 +166,13 @@ def test_a_meeting_place_needs_an_address_of_this_machine() -> None:
     assert rank.meeting_place("127.0.0.1")[0] == "127.0.0.1"
     with pytest.raises(OSError, match="assign"):
         rank.meeting_place("203.0.113.1")  # reserved for documentation (RFC 5737)
+
+
+def test_the_number_of_threads_is_that_of_the_process() -> None:
+    gang, own = Gang(1), SimpleNamespace(threads=2)
+    gang.ranks[0]._trainers["policy"] = own  # type: ignore[assignment]
+    trainer = ganged(gang, own.threads)
+    with Threads(trainer, generating=1) as threads:
+        assert threads.before(waited=0.0) == own.threads == 2
+        assert threads.before(waited=0.5) == own.threads == trainer.threads == 1
+    assert own.threads == 2

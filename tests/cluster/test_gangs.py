@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import cluster
+from tests.cluster.cluster import Cluster
 from tests.conftest import environment_with
 from tests.thorough import run_values
 
@@ -17,8 +17,8 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
 
 EXPECTED = {
-    # The first's result; all results, of a batch that went through the object store; a stream; another process.
-    "works": r"\(3, \[100000, 100010\]\) \[0, 1, 2, 3, 4\] True",
+    # The first's result; all results, of a batch that went through the object store; a stream; another process; one thread.
+    "works": r"\(3, \[100000, 100010\]\) \[0, 1, 2, 3, 4\] True True",
     "first gone while idle": r"Lost: rank 0 is gone: .+",
     "second gone while idle": r"Lost: rank 1 is gone: .+",
     "second raises": r"Lost: rank 1 failed: ArithmeticError: too many numbers",
@@ -32,6 +32,8 @@ EXPECTED = {
     "beside": r"Lost: rank 1 is gone: .+",
     "another version": r"the node [\d.]+ has areal-x [\d.]+, the driver 0\.0: install the same version on all nodes",
     "no folder": r"UserError: the node \S+ cannot write to /proc/nowhere \(.*\): train\.runs must be a folder .*",
+    "larger than the store": r"\['returned \[40000000, 40000010\]', 'returned \[100000, 100010\]'\] UserError: a batch of"
+    r" 2 MB does not fit into Ray's object store on this node, nor on its disk: raise ray start --object-store-memory, .+",
 }
 
 
@@ -40,14 +42,13 @@ CASES = [case if case in QUICK else pytest.param(case, marks=pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, str]:
+def found(request: pytest.FixtureRequest, ray: Cluster) -> dict[str, str]:
     """The line of each case that this session runs."""
-    with cluster(2) as made:
-        command = [sys.executable, "-m", "tests.cluster.gangs", *run_values(request, "case")]
-        environment = environment_with(1, **made.environment)
-        done = subprocess.run(
-            command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=250, check=False
-        )
+    command = [sys.executable, "-m", "tests.cluster.gangs", *run_values(request, "case")]
+    environment = environment_with(1, **ray.environment)
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
 

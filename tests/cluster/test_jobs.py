@@ -116,7 +116,7 @@ def test_a_job_stops_before_its_time_ends_or_when_it_is_cancelled_or_loses_a_nod
             else:  # Ray on the second node
                 for process in nodes.nodes[1].processes():
                     process.kill()
-            assert job.wait(timeout=120) == 130, output(script)
+            assert job.wait(timeout=300) == 130, output(script)
             said = (folder / f"out-{attempt}").read_text()
             assert re.search(r"^stopped: the run is in .*; continue from step \d+ with: ", said, flags=re.MULTILINE), said
             assert "Traceback" not in said
@@ -248,6 +248,40 @@ def test_a_node_with_another_version_is_named(ray: Cluster) -> None:
     assert re.match(
         r"the node [\d.]+ \(\S+\) has Python 3[\d.]+, this one \(\S+\) 3\.9\.9: install the same version on all", said
     )
+
+
+SIGNALLED = """
+import os, signal, sys, time
+from unittest.mock import patch
+from areal_x.cluster import connection
+from areal_x.runtime import interrupts
+import ray
+from ray._private import worker
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+connect = worker.connect
+def signalled(*arguments, **named):
+    if "before" in sys.argv:  # Ray's C++ code sets its handlers
+        os.kill(os.getpid(), signal.SIGTERM)
+    connect(*arguments, **named)
+    if "after" in sys.argv:
+        os.kill(os.getpid(), signal.SIGTERM)
+with patch.object(worker, "connect", signalled):
+    try:
+        with interrupts.deferred_interrupts(), connection.connected(cpus=0):
+            print("connected", flush=True)
+            time.sleep(4)  # an alarm of that handler's would end it
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_signal_that_comes_while_it_connects_stops_it_in_order(moment: str, ray: Cluster) -> None:
+    environment = environment_with(1, **ray.environment)
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, moment], env=environment, stdout=subprocess.PIPE, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["connected", "stopped"])
 
 
 def test_check_without_a_cluster_says_what_the_run_needs(tiny_model_dir: Path, tmp_path: Path) -> None:

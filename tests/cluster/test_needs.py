@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 
 from areal_x.cluster.config import ClusterConfig
-from areal_x.cluster.needs import Need, Node, Resources, check_needs, needs_of, with_roles
+from areal_x.cluster.needs import Need, Node, Resources, Servers, check_needs, needs_of, with_roles
 from areal_x.errors import ConfigError
 
 GPUS = 8
 
 
 def needs(processes: int, servers: int, width: int, node: Resources, hosts: int = 1, **cluster: object) -> list[Need]:
-    return needs_of("torch", processes, servers, width, hosts, ClusterConfig(**cluster), [node])  # type: ignore[arg-type]
+    placed = Servers(servers, width, hosts, "vllm") if servers else None
+    return needs_of("torch", processes, placed, ClusterConfig(**cluster), [node])  # type: ignore[arg-type]
 
 
 def has_room(processes: int, servers: int, width: int, nodes: int, gpus: int, apart: bool) -> bool:

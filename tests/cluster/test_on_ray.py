@@ -6,7 +6,7 @@ import hashlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from socket import SOCK_DGRAM
 
@@ -18,7 +18,7 @@ from areal_x.run import checkpoint
 from areal_x.runtime import timeline
 from tests.cluster.cluster import Cluster, cluster
 from tests.launching import ONLINE, WRITTEN, Process, assert_measured_alike, command_of, finished, started
-from tests.thorough import thorough
+from tests.thorough import further, thorough
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -27,13 +27,7 @@ RAY = "train.cluster = 'ray'"
 JAX = "train.backend = 'jax'"
 TORCH = "train.backend = 'torch'"
 TWO = RAY, "mesh.processes = 2", "mesh.fsdp = 2"
-BACKENDS = pytest.mark.parametrize("backend", [pytest.param(JAX, id="jax"), pytest.param(TORCH, id="torch", marks=thorough)])
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Cluster]:
-    with cluster(3) as made:
-        yield made
+BACKENDS = pytest.mark.parametrize("backend", [pytest.param(TORCH, id="torch"), pytest.param(JAX, id="jax", marks=thorough)])
 
 
 def wait_for(condition: Callable[[], object], process: Process, folder: Path) -> None:
@@ -238,8 +232,10 @@ def refused(command: list[str], folder: Path, **environment: str) -> str:
     "bindings, sentence",
     [
         (["cluster.accelerators = 1"], "cluster.accelerators = 1 cannot work: it must be at most 0, as many as a node"),
-        (["cluster.cpus = 3"], "cluster.cpus = 3 cannot work: it must be at most 2, as many as a node of the cluster has"),
-        (["cluster.ranks_on = 'train'"], "no node of the cluster has the label role = 'train'"),
+        *further(
+            (["cluster.cpus = 3"], "cluster.cpus = 3 cannot work: it must be at most 2, as many as a node of the cluster has"),
+            (["cluster.ranks_on = 'train'"], "no node of the cluster has the label role = 'train'"),
+        ),
     ],
 )
 def test_room_that_no_node_has_is_refused(
@@ -263,6 +259,7 @@ def test_another_token_is_refused(ray: Cluster, tiny_model_dir: Path, tmp_path: 
     assert said.startswith(f"error: the Ray cluster at {ray.address} cannot be used: ")
 
 
+@thorough
 def test_a_cluster_that_needs_no_token_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with cluster(1, RAY_AUTH_MODE="disabled") as open_to_all:

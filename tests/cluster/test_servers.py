@@ -16,13 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_x.engines.vllm.staging import LOCK
+from areal_x.engines.fleet.folders import LOCK
 from areal_x.monitor.metrics import read
 from tests.cluster.cluster import HEAD, ROLE, Cluster, cluster
 from tests.cluster.families import ANSWER, family, is_up, write_family
 from tests.cluster.watched import Watched, servers_left
 from tests.conftest import environment_with
 from tests.launching import ONE_RANK, ONLINE, command_of, slow_rewards, started
+from tests.thorough import thorough
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -109,14 +110,14 @@ def wait_for(condition: Callable[[], object], seconds: float, folder: Path) -> N
 
 GONE = ("node", "keeper", "group", "driver SIGKILL", "driver SIGTERM", "stop")
 FAMILIES = {"obedient": (), "stubborn": ("--stubborn",)}
-IN_EVERY_SUITE = {("defaults", "stubborn", "node"), ("ours", "obedient", "driver SIGKILL")}
+MARKS = {("defaults", "stubborn", "node"): (), ("ours", "obedient", "driver SIGKILL"): thorough}
 CASES = [
     pytest.param(
         settings,
         kind,
         gone,
         id=f"{settings}-{kind}-{gone}",
-        marks=() if (settings, kind, gone) in IN_EVERY_SUITE else pytest.mark.cluster,
+        marks=MARKS.get((settings, kind, gone), pytest.mark.cluster),
     )
     for settings, kind, gone in itertools.product(SETTINGS, FAMILIES, GONE)
 ]

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -32,8 +32,14 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from areal_x.engines.vllm.loading import MANIFEST
+from areal_x.engines.fleet.manifest import MANIFEST
+from areal_x.engines.fleet.proof.claims import Claiming, Claims
+from areal_x.engines.fleet.proof.judge import Verdict, judge, parsed
+from areal_x.engines.fleet.proof.prover import question
 from areal_x.engines.vllm.plugin import BACKEND
+from areal_x.engines.vllm.proof.worker import PROVE
+from areal_x.hf.model_dir import read_tensors
+from tests.model_families import FAMILY_MODELS
 from tests.models import (
     MODELS,
     MORE,
@@ -51,6 +57,7 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ALL: dict[str, Any] = MODELS | MORE | SEEING
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 OLMOE = {**SIZES, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
+LATER = ("granite", "phi3", "glm4")
 FAMILIES: dict[str, Any] = {
     **{
         name: ALL[name]
@@ -65,6 +72,7 @@ FAMILIES: dict[str, Any] = {
     "olmoe": OLMOE,
     "gemma3-tied": ALL["gemma3"] | TIED,
     "gemma3": ALL["gemma3"] | UNTIED,
+    **{f"{name}{head}": FAMILY_MODELS[name][0] | own for name in LATER for head, own in (("", UNTIED), ("-tied", TIED))},
     **{name: ALL[name] for name in ("qwen2_5_vl", "qwen2_5_vl-tied", "qwen3_vl", "qwen3_vl-tied")},
 }
 
@@ -83,7 +91,7 @@ def widened(config: dict[str, Any]) -> dict[str, Any]:
 class Served:
     """vLLM's engine over a model, in this process."""
 
-    def __init__(self, model: Path, backend: str = BACKEND) -> None:
+    def __init__(self, model: Path, backend: str = BACKEND, **settings: Any) -> None:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -99,6 +107,7 @@ class Served:
             limit_mm_per_prompt={"image": 1, "video": 0} if sees else None,
             weight_transfer_config=WeightTransferConfig(backend=backend),
             disable_log_stats=True,
+            **settings,
         )
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -109,6 +118,26 @@ class Served:
         self.call("update_weights", {"folder": str(folder)})
         self.call("finish_weight_update")
         self.llm.reset_prefix_cache()
+
+    def proof(self, directory: Path, full: bool, version: int = 3) -> dict[str, Any]:
+        """How what the worker has differs from the model of a directory, and what it cannot prove."""
+        claiming = Claiming(version, full)
+        for name, tensor in read_tensors(directory):
+            claiming.add(name, tensor)
+        verdict = self.verdict(claiming.done())
+        return {"differences": list(verdict.differences), "unproved": dict(verdict.unproved), "dtypes": dict(verdict.dtypes)}
+
+    def differences(self, claiming: Claiming, tensors: Iterable[tuple[str, Any]]) -> list[str]:
+        """What the workers' answers show beside these tensors, of which each must be proved."""
+        for name, tensor in tensors:
+            claiming.add(name, tensor)
+        verdict = self.verdict(claiming.done())
+        assert not verdict.unproved, verdict.unproved
+        return list(verdict.differences)
+
+    def verdict(self, claims: Claims) -> Verdict:
+        """What the workers' answers show, after the way that they take to the trainer."""
+        return judge(claims, [parsed(json.loads(json.dumps(answer))) for answer in self.call(PROVE, question(claims))])
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
         """Log-probabilities of a prompt's tokens except the first."""
@@ -152,8 +181,9 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
 
     before, after: largest difference from transformers in a prompt's log-probabilities, with the first weights, after a swap.
     unnoticed: tensors without which weights are taken for whole. again: the difference after all those refusals.
-    image: how far the tower's features, with the first weights swapped in again, are from those at first; as a part of what the
-    other weights change.
+    proof: what its worker proves of the weights, of whole tensors and of a sample. stale: the tensors in which a sample finds
+    no difference from the first weights. image: how far the tower's features, with the first weights swapped in again, are from
+    those at first; as a part of what the other weights change.
     """
     from safetensors.torch import load_file
 
@@ -173,6 +203,8 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
     assert ("lm_head.weight" in tensors) == ("tied" not in name)
     served.swap(new)
     report["after"] = difference(new)
+    report["proof"] = [served.proof(new, full) for full in (True, False)]
+    report["stale"] = sorted(tensors.keys() - {words.split()[0] for words in served.proof(old, False)["differences"]})
     left_outs = last_of_each_kind(tensors) if "tied" in name or name + "-tied" not in FAMILIES else ["lm_head.weight"]
     report["unnoticed"] = [left_out for left_out in left_outs if not is_noticed(served, scratch, tensors, left_out)]
     served.swap(new)

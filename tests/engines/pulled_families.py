@@ -2,7 +2,7 @@
 
     python -m tests.engines.pulled_families [NAME...]   # prints a line of JSON for each
 
-Ray, NIXL and CUDA are replaced as in tests/engines/vllm/local_ray.py.
+Ray, NIXL and CUDA are replaced as in tests/engines/fleet/local_ray.py.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def is_refused(served: Served, tensors: dict[str, Any], left_out: str) -> bool:
 
 
 def main(names: list[str]) -> None:
-    from tests.engines.vllm.local_ray import replace_ray
+    from tests.engines.fleet.local_ray import replace_ray
 
     replace_ray(setattr)
     rdt_sender.missing_packages = str  # type: ignore[assignment]

@@ -15,7 +15,8 @@ from areal_x.agents.environment import Environment
 from areal_x.agents.gateway import Gateway
 from areal_x.agents.multi_turn import MultiTurn, ToolUse
 from areal_x.agents.online import Online
-from areal_x.engines.sampling_checks import LEAST_OF_VLLM
+from areal_x.algorithms.recipes import distill, grpo
+from areal_x.engines.sampling_checks import LEAST_OF_VLLM, REPORTING, check_distribution, may_truncate
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
@@ -62,8 +63,7 @@ def experiment(workflow: Any, **changes: Any) -> Experiment:
 @pytest.mark.parametrize(
     ("sampling", "sentence"),
     [
-        ({"top_p": 0.9}, r"sampling\.top_p = 0\.9 cannot work: it must be 1\.0 in training: the trainer's log-probabilities"),
-        ({"top_k": 5}, r"sampling\.top_k = 5 cannot work: it must be 0 in training"),
+        ({"min_p": 1.5}, r"sampling\.min_p = 1\.5 cannot work"),
         ({"temperature": 0.0}, r"sampling\.temperature = 0\.0 cannot work: it must be above 0 in training"),
     ],
 )
@@ -73,6 +73,43 @@ def test_what_changes_the_distribution_is_refused_in_training(
     experiment(WORKFLOWS[workflow](SamplingParams(temperature=0.7)), engine=engine)
     with pytest.raises(ConfigError, match=sentence):
         experiment(WORKFLOWS[workflow](SamplingParams(**sampling)), engine=engine)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_truncated_sampling_is_for_engines_that_report_what_they_kept(
+    workflow: str, truncation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = WORKFLOWS[workflow](SamplingParams(**truncation))
+    for engine in REPORTING:
+        experiment(cut, engine=engine)
+    ((name, value),) = truncation.items()
+    with pytest.raises(ConfigError, match=rf"sampling\.{name} = {value} .* 'another', which does not report"):
+        check_distribution(cut, "another", 1.0)
+    check_distribution(WORKFLOWS[workflow](SamplingParams()), "another", 1.0)
+
+
+@pytest.mark.parametrize("name", ["reference", "teacher"])
+def test_a_server_does_not_score_what_was_sampled_from_some_tokens_alone(name: str) -> None:
+    algorithm = grpo(kl_coefficient=0.1) if name == "reference" else distill()
+    url: Any = {name: "http://127.0.0.1:8000"}
+    experiment(SingleTurn(reward), algorithm=algorithm, **url)
+    with pytest.raises(ConfigError, match=rf"train\.{name} = .* a model directory with sampling\.top_p"):
+        experiment(SingleTurn(reward, SamplingParams(top_p=0.9)), algorithm=algorithm, **url)
+
+
+def test_experts_are_not_recorded_beside_kept_tokens() -> None:
+    replays: dict[str, Any] = {"engine": "vllm", "trainer": TrainerConfig(replay_experts=True)}
+    experiment(SingleTurn(reward), **replays)
+    with pytest.raises(ConfigError, match=r"trainer\.replay_experts = True .* False with sampling\.top_p"):
+        experiment(SingleTurn(reward, SamplingParams(top_k=9)), **replays)
+
+
+def test_only_a_workflow_that_declares_whole_distributions_needs_no_report() -> None:
+    assert not may_truncate(SingleTurn(reward))
+    assert not may_truncate(SingleTurn(reward, SamplingParams(temperature=0.0, top_p=0.5)))
+    assert may_truncate(SingleTurn(reward, SamplingParams(min_p=0.5)))
+    assert may_truncate(Without())
 
 
 def test_evaluation_and_serving_may_sample_from_any_distribution() -> None:

@@ -59,6 +59,9 @@ class FakeEngine(Engine):
         self.version = staged.version
         return 0.25
 
+    async def sleep(self):
+        self.calls.append("sleep")
+
     async def close(self):
         self.calls.append("close")
 

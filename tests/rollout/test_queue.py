@@ -42,7 +42,8 @@ class Driver:
         self.dropped.add(ticket)
 
     def take(self):
-        batch = self.queue.take()
+        ready, batch = self.queue.ready, self.queue.take()
+        assert ready == (batch is not None)
         if batch is None:
             return None
         expected = self.order.pop(0) if self.order else None
@@ -88,8 +89,9 @@ def test_no_order_of_events_exceeds_the_bound_or_loses_a_group_or_stops(data, gr
         moves = driver.moves()
         assert moves, "nothing can happen any more"
         function, arguments = moves[choice % len(moves)]
+        queue, ready = driver.queue, driver.queue.ready
         function(*arguments)
-        queue = driver.queue
+        assert queue.ready or not ready or function == driver.take  # nothing else undoes it
         held = len(driver.unfinished) + len(driver.finished) + (driver.steps - driver.out) * groups_per_step
         assert queue.free == queue.slots - held >= 0
         assert (queue.depth, queue.unfinished) == (len(driver.finished), len(driver.unfinished))

@@ -386,5 +386,5 @@ def test_servers_come_and_go_through_the_rollout_where_the_engine_has_any():
         assert made.engine.calls[1:3] == [(name, "http://127.0.0.1:1", "rollout") for name in ("join", "leave")]
     with rollout() as made:
         made.start()
-        with pytest.raises(UserError, match=r"train\.engine = 'vllm' alone"):
+        with pytest.raises(UserError, match=r"train\.engine = 'vllm' or 'sglang' alone"):
             made.join("http://127.0.0.1:1")

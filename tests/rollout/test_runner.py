@@ -1,5 +1,6 @@
 import asyncio
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import Runner
 from areal_x.run.journal import Resumed
 from areal_x.tasks.stream import TaskStream
-from areal_x.types import Episode, Failed, Scored, TimedOut, Trajectory
+from areal_x.types import Episode, Failed, Kept, Scored, TimedOut, Trajectory
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain, until
 
 
@@ -406,6 +407,37 @@ def outcome_of(raised, **row):
         return raised
 
     return asyncio.run(run_episode(Doing(run), TASKS[0], None, 60.0, **row)).outcome
+
+
+def test_a_workflow_that_loses_what_truncated_sampling_kept_ends_the_run():
+    tokens, kept = np.arange(3, dtype=np.int32), Kept(np.array([2, 1, 1], np.int32), np.array([0, 5, 1, 2], np.int32))
+    told, untold = (
+        Trajectory.from_completion(np.zeros(1, np.int32), tokens, np.zeros(3), np.zeros(3), 1.0, kept=x) for x in (kept, None)
+    )
+    written = replace(untold, versions=np.full(4, -1))  # by no policy, such as a demonstration
+
+    def outcome(made, **sampling):
+        class Sampled(Doing):
+            def sampling_params(self):
+                return SamplingParams(**sampling)
+
+        async def run(task, engine):
+            return [made]
+
+        return asyncio.run(run_episode(Sampled(run), TASKS[0], None, 60.0, **row)).outcome
+
+    row = {"row_length": 8}
+    for made, sampling in (
+        (told, {"top_p": 0.9}),
+        (untold, {}),
+        (written, {"top_p": 0.9}),
+        (untold, {"temperature": 0.0, "top_k": 2}),
+    ):
+        assert outcome(made, **sampling) == Scored(1.0)
+    with pytest.raises(UserError, match=r"pass kept = completion\.kept"):
+        outcome(untold, top_p=0.9)
+    row = {}  # not trained on
+    assert outcome(untold, top_p=0.9) == Scored(1.0)
 
 
 LOST, TOO_LONG, BUG = EngineError("lost"), PromptTooLong("a prompt of 9 tokens leaves no room"), KeyError("x")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.engines.fleet.supervisor import Supervisor
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.errors import EngineError, UserError
 from areal_x.rollout.episode import run_episode
 from areal_x.rollout.queue import TrajectoryQueue
@@ -292,7 +292,7 @@ def test_the_watch_over_servers_ends_the_run() -> None:
         supervisor._check_alive = broken_soon  # type: ignore[method-assign]
         supervisor.watch()
 
-    assert str(ended_with(begin)).startswith("the watch over the vLLM servers ended with KeyError: 'server 2'")
+    assert str(ended_with(begin)).startswith("the watch over the servers ended with KeyError: 'server 2'")
 
 
 def test_a_server_that_leaves_during_a_heartbeat_ends_nothing() -> None:
@@ -308,8 +308,7 @@ def test_a_server_that_leaves_during_a_heartbeat_ends_nothing() -> None:
                 await asyncio.sleep(0)
                 return True
 
-            async def metrics(self) -> str:
-                return ""
+            async def load_figures(self) -> None: ...
 
         class Server:
             ours, server, client = False, None, Client()

@@ -215,3 +215,22 @@ def test_a_failure_that_is_withdrawn_or_comes_too_late_is_not_raised() -> None:
     interrupts.fail(UserError("a process is gone"))
     with interrupts.deferred_interrupts():
         interrupts.raise_if_interrupted()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_library_that_sets_handlers_of_its_own_ends_nothing(number: signal.Signals) -> None:
+    seen: list[int] = []
+    before, other = signal.signal(number, lambda number, _: seen.append(number)), signal.getsignal(signal.SIGUSR1)
+    try:
+        with interrupts.same_signals():
+            assert signal.signal(number, lambda *_: sys.exit(15)) is signal.getsignal(number)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert seen == [number, number]
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.signal(number, before) is not before
+        assert signal.getsignal(number) is before
+    finally:
+        signal.signal(number, before)
+        signal.signal(signal.SIGUSR1, other)

@@ -66,8 +66,8 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.supervisor import Supervisor
-from areal_x.engines.vllm.replica import external_replica
+from areal_x.engines.fleet.replica import ExternalServer, Replica
+from areal_x.engines.fleet.supervisor import Supervisor
 
 url, limit, requests, held = sys.argv[1], *map(int, sys.argv[2:])
 
@@ -88,7 +88,7 @@ async def main():
     said = []
     async def nothing(*of): return False
     supervisor = Supervisor(VLLMConfig(urls=(url,)), said.append, nothing, nothing, nothing, lambda: None)
-    replica = external_replica(url, None)
+    replica = Replica("the server", ExternalServer(url, lambda: VLLMClient(url, None)), iter(()))
     replica._client = VLLMClient(url, None)
     supervisor.add(replica)
     (name,) = supervisor.fleet.due(float("inf"))

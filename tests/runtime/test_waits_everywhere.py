@@ -38,7 +38,7 @@ AT_ONCE = "ends at once: what it asks for is there, or it asks without waiting, 
 TEST = "a test, and no part of a run"
 OURS_TO_END = "waits for something to do, on a task or thread that its owner ends"
 
-REWARD, SERVER, STEP, AGENT = "its reward", "the vLLM server at {} to answer {}", "the trainer's step {}", "its agent"
+REWARD, SERVER, STEP, AGENT = "its reward", "the server at {} to answer {}", "the trainer's step {}", "its agent"
 TOOL, GROUPS, EVALUATION, ENGINE = "its tool {}", "the groups of step {}", "the evaluation", "the engine"
 SANDBOX, MCP, SENT = "its program in the sandbox", "the MCP server to start", "its weights to be sent"
 CHECKPOINT, ROLLOUT_END, CALL = "the checkpoint before to be completed", "the rollout to end", "the engine"
@@ -50,6 +50,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "batching/batch.py Models.save.wait_for_all: wait()": Inside(CHECKPOINT),
     "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": TEST,
     "cluster/connection.py check_closed: stranger.wait()": Bounded("SECONDS_TO_PROBE"),
+    "engines/vllm/turns.py Turns.hold: await asyncio.wait": Bounded("SECONDS_TO_ANSWER"),
     "cluster/hosts.py RayHosts._watch: await asyncio.sleep": OURS_TO_END,
     "cluster/hosts.py RayHosts._watch: await asyncio.to_thread": OURS_TO_END,
     "cluster/hosts.py RayHosts.close: self._thread.join()": AT_ONCE,
@@ -142,8 +143,9 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "agents/online.py Online.run: self.slots.wait()": AT_ONCE,
     "rollout/pacing.py WavePacing._deliver: done.result()": AT_ONCE,
     "rollout/pacing.py WavePacing.generate: await future": Inside(ENGINE),
-    "engines/vllm/staging.py Staging.__init__: fcntl.flock()": AT_ONCE,  # of a file that nobody else sees yet
-    "engines/vllm/staging.py remove_left_behind: fcntl.flock()": AT_ONCE,
+    "engines/fleet/calls.py Calls.close: await asyncio.sleep": AT_ONCE,
+    "engines/fleet/staging.py Staging.__init__: fcntl.flock()": AT_ONCE,  # of a file that nobody else sees yet
+    "engines/fleet/folders.py remove_left_behind: fcntl.flock()": AT_ONCE,
     "rollout/rollout.py Rollout.end: async with AsyncExitStack": Inside(ROLLOUT_END),
     "rollout/rollout.py Rollout.end: await asyncio.wait": Inside(ROLLOUT_END),
     "rollout/runner.py Runner._change: await self._changed.wait": Inside(GROUPS),
@@ -166,28 +168,43 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/gpu_transfer.py WeightSyncClient.init_weight_transfer_engine: self._begin().result()": Inside(SENT),
     "engines/vllm/gpu_transfer.py WeightSyncClient.start_weight_update: self._begin().result()": Inside(SENT),
     "engines/vllm/gpu_transfer.py WeightSyncClient.update_weights: self._begin().result()": Inside(SENT),
-    "engines/vllm/dispatcher.py Dispatcher.change: await self._changed.wait": Inside("the next version to be staged"),
-    "engines/vllm/publisher.py Publisher._explain: await call": Inside(SERVER),
+    "engines/fleet/dispatcher.py Dispatcher.change: await self._changed.wait": Inside("the next version to be staged"),
+    "engines/vllm/handles.py HandlesSender._explain: await call": Inside(SERVER),
+    "engines/sglang/client.py SGLangClient.validate_folder: await asyncio.to_thread": AT_ONCE,  # headers of files
+    "engines/sglang/installed.py installed: subprocess.run()": Bounded("SECONDS"),
     "agents/chat/server_renderer.py ServerRenderer._any: await ask": Inside(SERVER),
-    "engines/vllm/scorer.py ServerScorer._clients: async with AsyncExitStack": AT_ONCE,
-    "engines/vllm/scorer.py ServerScorer._inspect_servers: async with self._clients": AT_ONCE,
-    "engines/vllm/scorer.py ServerScorer._score.score: async with free": Inside(SERVER),  # of those that are asked already
-    "engines/vllm/scorer.py ServerScorer._score: async with self._clients": AT_ONCE,
-    "engines/vllm/server.py Server.stop: self.process.wait()": Bounded("STOP_SECONDS"),
-    "engines/vllm/placed.py Keeper.wait: server.process.wait()": OURS_TO_END,  # in the keeper's process
-    "engines/vllm/placed.py PlacedServer._end: self._ended[0].result()": AT_ONCE,
-    "engines/vllm/placed.py PlacedServer.stop: stopped.result()": Bounded("SECONDS_TO_STOP"),
-    "engines/vllm/placed.py PlacedServer.stop: copy.ended.wait()": Bounded("SECONDS_TO_STOP"),
-    "engines/vllm/log_copy.py LogCopy._copy: ask().result()": OURS_TO_END,
-    "engines/vllm/log_copy.py log_part: time.sleep()": OURS_TO_END,  # in the keeper's process
-    "engines/vllm/elastic.py Elastic._watch: await asyncio.to_thread": AT_ONCE,  # it asks Ray for a list
-    "engines/vllm/replica.py Replica.vacate: await asyncio.to_thread": AT_ONCE,  # its process has ended
-    "engines/vllm/supervisor.py Supervisor._compare.scored: async with turns": Inside(SERVER),
-    "engines/vllm/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
-    "engines/vllm/supervisor.py Supervisor._check_alive: await asyncio.gather": Inside(SERVER),
-    "engines/vllm/supervisor.py Supervisor.wake: self._watching.result()": AT_ONCE,
-    "engines/vllm/supervisor.py Supervisor.unless_lost: await call": Inside(SERVER),
-    "engines/vllm/supervisor.py cancel_and_wait: await asyncio.wait": AT_ONCE,
+    "engines/fleet/scorer.py ServerScorer._clients: async with AsyncExitStack": AT_ONCE,
+    "engines/fleet/scorer.py ServerScorer._inspect_servers: async with self._clients": AT_ONCE,
+    "engines/fleet/scorer.py ServerScorer._score.score: async with free": Inside(SERVER),  # of those that are asked already
+    "engines/fleet/scorer.py ServerScorer._score: async with self._clients": AT_ONCE,
+    "engines/fleet/server.py Server.stop: self.process.wait()": Bounded("STOP_SECONDS"),
+    "engines/fleet/placed.py Keeper.wait: server.process.wait()": OURS_TO_END,  # in the keeper's process
+    "engines/fleet/placed.py PlacedServer._end: self._ended[0].result()": AT_ONCE,
+    "engines/fleet/placed.py PlacedServer.stop: stopped.result()": Bounded("SECONDS_TO_STOP"),
+    "engines/fleet/placed.py PlacedServer.stop: copy.ended.wait()": Bounded("SECONDS_TO_STOP"),
+    "engines/fleet/log_copy.py LogCopy._copy: ask().result()": OURS_TO_END,
+    "engines/fleet/log_copy.py log_part: time.sleep()": OURS_TO_END,  # in the keeper's process
+    "engines/fleet/elastic.py Elastic._watch: await asyncio.to_thread": AT_ONCE,  # it asks Ray for a list
+    "engines/fleet/delta/cache.py Cache._take: fcntl.flock()": AT_ONCE,
+    "engines/fleet/delta/cache.py Cache.make: fcntl.flock()": AT_ONCE,
+    "engines/fleet/delta/maker.py Maker.answer: job[1].result()": AT_ONCE,
+    "engines/fleet/proof/prover.py Prover.prove: await self._whole": Inside("version {} to be written whole"),
+    "engines/fleet/proof/prover.py Prover._workers: await self._whole": Inside("version {} to be written whole"),
+    "engines/fleet/proof/prover.py Prover._claimed: async with self._reading": AT_ONCE,  # it reads a file
+    "engines/fleet/proof/prover.py Prover._claimed: await asyncio.to_thread": AT_ONCE,  # it reads a file
+    "engines/fleet/proof/prover.py Prover.prove: async with self._reading": AT_ONCE,  # it reads a file
+    "engines/fleet/proof/prover.py Prover.prove: await asyncio.to_thread": AT_ONCE,  # it reads a file
+    "engines/fleet/proof/prover.py Prover._workers: await asyncio.to_thread": AT_ONCE,  # as well
+    "engines/fleet/replica.py Replica.vacate: await asyncio.to_thread": AT_ONCE,  # its process has ended
+    "engines/fleet/supervisor.py Supervisor._compare.scored: async with turns": Inside(SERVER),
+    "engines/fleet/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
+    "engines/fleet/supervisor.py Supervisor._check_alive: await asyncio.gather": Inside(SERVER),
+    "engines/fleet/supervisor.py Supervisor.wake: self._watching.result()": AT_ONCE,
+    "engines/fleet/publisher.py Publisher.sleep: self._fleet.sleep()": AT_ONCE,
+    "engines/fleet/publisher.py Publisher.sleep: replica.sleep()": Inside(SERVER),
+    "rollout/episode.py run_episode: async with ": AT_ONCE,  # the limit; what is limited has a name
+    "engines/fleet/supervisor.py Supervisor.unless_lost: await call": Inside(SERVER),
+    "engines/fleet/supervisor.py cancel_and_wait: await asyncio.wait": AT_ONCE,
     "run/run_dir.py _lock: fcntl.flock()": AT_ONCE,
     "sandbox/pool.py Sandbox._request: await asyncio.open_connection": AT_ONCE,
     "sandbox/pool.py Sandbox._ready: async with self._starting": Inside("the sandbox to start"),
@@ -200,13 +217,13 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "runtime/waits.py _OnBehalfOf.__enter__: _moves.get()": AT_ONCE,
     "runtime/waits.py whose: _whose.get()": AT_ONCE,
     "runtime/waits.py watching: thread.join()": AT_ONCE,
-    "engines/vllm/client.py VLLMClient.close: await asyncio.sleep": AT_ONCE,
     "engines/vllm/broadcast.py Broadcast.close: self._start().result()": Inside("the sending of weights to end"),
-    "engines/vllm/connections.py exchange: async with request_slots": Inside("the vLLM server at {} to answer {}"),
-    "engines/vllm/request_slots.py RequestSlots.acquire: await granted": Inside("the vLLM server at {} to answer {}"),
-    "engines/vllm/http.py Pool._connect: await self.loop.create_connection": Inside("the vLLM server at {} to answer {}"),
-    "engines/vllm/connections.py exchange: await asyncio.sleep": Inside("the vLLM server at {} to answer {}"),
+    "engines/fleet/connections.py exchange: async with request_slots": Inside("the server at {} to answer {}"),
+    "engines/fleet/request_slots.py RequestSlots.acquire: await granted": Inside("the server at {} to answer {}"),
+    "engines/fleet/http.py Pool._connect: await self.loop.create_connection": Inside("the server at {} to answer {}"),
+    "engines/fleet/connections.py exchange: await asyncio.sleep": Inside("the server at {} to answer {}"),
     "engines/vllm/gate.py Gate.__call__: await self.app": OURS_TO_END,  # in the server's own process
+    "engines/vllm/wide.py ask_all: await asyncio.gather": OURS_TO_END,  # in the server's own process
 }
 
 

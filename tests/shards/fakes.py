@@ -115,4 +115,4 @@ class Dying(FakeEngine):
 
     def __init__(self):
         super().__init__()
-        self.error = EngineError("no vLLM server is left")
+        self.error = EngineError("no server is left")

@@ -10,9 +10,9 @@ from typing import ClassVar
 import pytest
 
 from areal_x.cluster.config import ClusterConfig
+from areal_x.engines.fleet.division import servers_of
+from areal_x.engines.fleet.staging import StagedFiles, Staging
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.division import servers_of
-from areal_x.engines.vllm.staging import StagedFiles, Staging
 from areal_x.errors import ConfigError, UserError
 from tests.experiments import tiny_experiment
 from tests.rollout.fakes import Plain
@@ -97,7 +97,7 @@ def test_a_workflow_that_keeps_a_state_is_not_divided(tiny_model_dir, tmp_path) 
 
 
 def test_weights_that_another_process_staged_are_linked_and_stay_when_it_removes_them(tmp_path) -> None:
-    driver, own = Staging(tmp_path), Staging(tmp_path)
+    driver, own = Staging(tmp_path), Staging(tmp_path, "vllm.staging")
     folder = driver.root / "v00000003"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")

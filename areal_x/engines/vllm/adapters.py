@@ -1,27 +1,12 @@
-"""LoRA adapters on servers: each version has a name of its own, so that publishing one pauses
-nothing.
-
-A request begins on the newest version and ends on it. An older version is unloaded when its last
-request has ended.
-"""
+"""The arguments of a vLLM server that loads adapters."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from areal_x.engines.vllm.client import MODEL
-from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 BATCHED = 4  # versions that vLLM batches together
 CACHED = 16  # versions that vLLM keeps in memory, before it reads one again from its folder
-
-
-def name_of(version: int) -> str:
-    return f"{MODEL}-{version}"
 
 
 def arguments(rank: int) -> list[str]:
@@ -32,44 +17,3 @@ def arguments(rank: int) -> list[str]:
         raise ConfigError("lora.rank", rank, f"at most {RANKS[-1]} with train.engine = 'vllm'")
     sizes = {"--max-lora-rank": room, "--max-loras": BATCHED, "--max-cpu-loras": CACHED}
     return ["--enable-lora", *(word for name, size in sizes.items() for word in (name, str(size)))]
-
-
-class AdapterVersions:
-    """Tracks the versions of an adapter that servers must hold, and the requests on each.
-
-    newest: the version that new requests use; None before the first version, when they use the
-    model itself.
-    """
-
-    def __init__(self) -> None:
-        self.newest: StagedFiles | None = None
-        self._older: list[StagedFiles] = []
-        self._requests: Counter[int] = Counter()
-
-    @contextmanager
-    def request(self) -> Iterator[StagedFiles | None]:
-        """Yields the version that a request begins on, which is held until the request has
-        ended."""
-        own = self.newest
-        if own is None:
-            yield None
-            return
-        self._requests[own.version] += 1
-        try:
-            yield own
-        finally:
-            self._requests[own.version] -= 1
-
-    def held(self) -> list[StagedFiles]:
-        """Returns the versions that a server must have: the newest, and older ones with requests in
-        flight."""
-        return [*self._older, *([self.newest] if self.newest else [])]
-
-    def publish(self, staged: StagedFiles) -> list[StagedFiles]:
-        """Makes a version the newest. Returns the versions without requests, which are
-        forgotten."""
-        self._older += [self.newest] if self.newest else []
-        self.newest = staged
-        unused = [old for old in self._older if not self._requests[old.version]]
-        self._older = [old for old in self._older if self._requests[old.version]]
-        return unused

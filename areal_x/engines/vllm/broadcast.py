@@ -1,5 +1,5 @@
-"""Experimental: the engine's side of the transports "nccl" and "rdt": it makes the servers' calls,
-while the processes that train send (areal_x.engines.vllm.nccl_sender, rdt_sender).
+"""Experimental: the engine's side of the transports "nccl", "hccl" and "rdt": it makes the servers'
+calls, while the processes that train send (areal_x.engines.vllm.group_sender, rdt_sender).
 
     connect    each server joins the processes that train, with all its workers
     send       the servers receive, while the processes that train send
@@ -17,11 +17,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from areal_x.engines.vllm.addresses import is_local
-from areal_x.engines.vllm.client import VLLMClient
-from areal_x.engines.vllm.failures import ServerFailed
+from areal_x.engines.fleet.addresses import is_local
+from areal_x.engines.fleet.failures import ServerFailed
+from areal_x.engines.fleet.replica import Replica
+from areal_x.engines.vllm.client import VLLMClient, vllm_client
 from areal_x.engines.vllm.gpu_transfer import TrainerWeights
-from areal_x.engines.vllm.replica import Replica
 from areal_x.protocols.engine import EngineError
 from areal_x.protocols.trainer import InProcesses
 from areal_x.runtime import background
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class SendingSide(Protocol):
-    """A module with the functions of the processes that train."""
+    """The functions of the processes that train, of a module or an object."""
 
     @property
     def invite(self) -> Callable[..., dict[str, Any]]: ...
@@ -81,7 +81,7 @@ class Member:
 
     @property
     def client(self) -> VLLMClient:
-        return self.replica.client
+        return vllm_client(self.replica)
 
 
 class Broadcast:
@@ -96,12 +96,12 @@ class Broadcast:
 
     def stage(self, trainer: Any, version: int) -> TrainerWeights:
         """Records what to send; the trainer must not change until it is sent. Called on the
-        trainer's thread, which determines the GPU."""
+        trainer's thread, which determines the device."""
         device = None
         if not isinstance(trainer, InProcesses):
             import torch
 
-            device = torch.cuda.current_device()
+            device = torch.accelerator.current_device_index()
         return TrainerWeights(trainer=trainer, version=version, device=device)
 
     async def connect(self, staged: TrainerWeights, members: Sequence[Member]) -> None:
@@ -221,7 +221,7 @@ class Broadcast:
         def here() -> T:
             import torch
 
-            with torch.cuda.device(staged.device):
+            with torch.accelerator.device_index(staged.device):
                 return function(staged.trainer, 0, *arguments)
 
         def there() -> T:

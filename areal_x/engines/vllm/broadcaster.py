@@ -1,5 +1,5 @@
 """Experimental: publishes weights from the processes that train to all servers together
-(`vllm.transport = 'nccl'` or `'rdt'`), whichever servers are lost and come back meanwhile.
+(`vllm.transport = 'nccl'`, `'hccl'` or `'rdt'`), whichever servers are lost and come back meanwhile.
 
 The trainer waits for the whole publication, so a broadcast that did not reach all servers is
 repeated with the others, and with those that come back. A server that comes back between two
@@ -11,10 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from areal_x.engines.vllm import nccl_sender, rdt_sender
+from areal_x.engines.fleet.client import HEALTH_SECONDS, Client
+from areal_x.engines.fleet.dispatcher import Dispatcher
+from areal_x.engines.fleet.replica import Replica
+from areal_x.engines.fleet.supervisor import Supervisor
+from areal_x.engines.vllm import hccl_sender, nccl_sender, rdt_sender
 from areal_x.engines.vllm.broadcast import (
     Broadcast,
     BroadcastFailed,
@@ -22,29 +26,32 @@ from areal_x.engines.vllm.broadcast import (
     SendingSide,
     each,
 )
-from areal_x.engines.vllm.client import HEALTH_SECONDS, VLLMClient
+from areal_x.engines.vllm.client import vllm_client
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.dispatcher import Dispatcher
 from areal_x.engines.vllm.gpu_transfer import TrainerWeights
-from areal_x.engines.vllm.replica import Replica
-from areal_x.engines.vllm.supervisor import Supervisor
-from areal_x.protocols.engine import EngineError
+from areal_x.protocols.engine import EngineError, Staged
 from areal_x.runtime import timeline
 from areal_x.runtime.waits import waiting
 
 LOOK_SECONDS = 5.0  # between two looks whether a server can still come back
-SIDES: dict[str, SendingSide] = {"nccl": nccl_sender, "rdt": rdt_sender}
+SIDES: dict[str, SendingSide] = {
+    "nccl": nccl_sender.SIDE,
+    "hccl": hccl_sender.SIDE,
+    "rdt": rdt_sender,
+}
 
 
 class Broadcaster:
     """Sends each version to the supervisor's servers. workers: of each, by its name."""
+
+    restarts = True
 
     def __init__(
         self,
         config: VLLMConfig,
         supervisor: Supervisor,
         dispatcher: Dispatcher,
-        workers: Mapping[str, int],
+        workers: dict[str, int],
     ) -> None:
         self._config = config
         self._supervisor = supervisor
@@ -54,7 +61,7 @@ class Broadcaster:
         self._broadcast = Broadcast(SIDES[config.transport])
         # Servers that have come back without weights, and what the others got last.
         self._joining: dict[str, asyncio.Future[None]] = {}
-        self._received: dict[str, tuple[VLLMClient, int]] = {}
+        self._received: dict[str, tuple[Client, int]] = {}
 
     def stage(self, trainer: Any, version: int) -> TrainerWeights:
         return self._broadcast.stage(trainer, version)
@@ -62,9 +69,15 @@ class Broadcaster:
     def close(self) -> None:
         self._broadcast.close()
 
-    async def publish(self, staged: TrainerWeights) -> float:
+    async def prepare(self, replica: Replica) -> None:
+        client = vllm_client(replica)
+        await client.end_weight_transfer()  # of an earlier run
+        self._workers[replica.name] = await client.workers()
+
+    async def publish(self, staged: Staged) -> float:
         """Returns when every server that is up has the weights, with the seconds that generation was
         paused. Raises: EngineError if no server is left to send them to."""
+        assert isinstance(staged, TrainerWeights)
         ready = time.monotonic()
         while True:
             members = self._members(self._fleet.begin(staged.version))

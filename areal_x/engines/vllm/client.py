@@ -1,72 +1,57 @@
-"""A client for every endpoint of a vLLM server that is used, in this one file: they changed in vLLM
-0.18, 0.28 and 0.32.
+"""A client for every endpoint of a vLLM server that is used, in this one file.
 
-Written for vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. A server that
-only scores given tokens needs neither: every vLLM server offers the endpoints that `served`,
-`tokenize` and `score` use.
+The server is started with VLLM_SERVER_DEV_MODE=1 and, from vLLM 0.30 on, --enable-scale-out; what
+older ones do in another way is in areal_x.engines.vllm.dialects. A server that only scores given
+tokens needs neither: every vLLM server offers the endpoints that `served`, `tokenize` and `score`
+use.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from areal_x.engines.vllm.connections import exchange
-from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerRefused
-from areal_x.engines.vllm.http import Pool
-from areal_x.engines.vllm.plugin import BACKEND, RDT
+from areal_x.engines.fleet.calls import FOR_TOKENS, Calls
+from areal_x.engines.fleet.client import CONTROL_SECONDS, HEALTH_SECONDS, MODEL
+from areal_x.engines.fleet.concurrency import Load, parse_load
+from areal_x.engines.fleet.connections import status_without_key
+from areal_x.engines.fleet.replica import Replica
+from areal_x.engines.fleet.scorer import ServedModel
+from areal_x.engines.vllm import dialects
+from areal_x.engines.vllm.cpu_sleep import DROPS_WEIGHTS
+from areal_x.engines.vllm.plugin import BACKEND
+from areal_x.engines.vllm.proof.worker import PROVE
+from areal_x.engines.vllm.refusals import LOAD_ADAPTER, UNLOAD_ADAPTER, explained, required_flags
+from areal_x.engines.vllm.requests import derender_body, generate_body, next_body
 from areal_x.engines.vllm.responses import (
     Generated,
-    completion_from,
-    error_message,
-    experts_from,
+    completion_of,
     generated_from,
     next_from,
     scores_from,
 )
+from areal_x.engines.vllm.turns import GENERATE, Tokens, Turns, in_parts
+from areal_x.engines.vllm.versions import FORGET, MAKE
 from areal_x.errors import UserError
 from areal_x.protocols.engine import Completion, EngineError, SamplingParams
 from areal_x.runtime.loop import together
-from areal_x.runtime.waits import waiting, whose
 
-MODEL = "policy"  # the name that servers serve the model under
-HEALTH_SECONDS = 5.0
-CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
+KIND = "vLLM"
+LOAD_METRICS = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "cache": "vllm:kv_cache_usage_perc",
+    "preemptions": "vllm:num_preemptions_total",
+}
+INIT_TRANSFER = "/init_weight_transfer_engine"
 ADAPTER_METRIC = "vllm:lora_requests_info"  # present if a server was started with --enable-lora
-# endpoints that respond with a sentence instead of JSON
-WORDLESS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-TEXT = (*WORDLESS, "/metrics")
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that a server serves."""
-
-    name: str
-    context: int
-    """Maximum length of prompt and completion together, in tokens."""
-
-
-def required_flags(transfer: str) -> str:
-    beside = {
-        BACKEND: ", areal-x installed beside it",
-        RDT: ", areal-x installed beside it, on a node of the Ray cluster with RAY_ADDRESS set",
-    }.get(transfer, "")
-    return (
-        "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode"
-        " processed_logprobs "
-        f"--served-model-name {MODEL} --weight-transfer-config"
-        f' \'{{"backend":"{transfer}"}}\'{beside}'
-    )
 
 
 class VLLMClient:
@@ -77,23 +62,39 @@ class VLLMClient:
     with an error, UserError if it refuses the key or lacks an endpoint.
     """
 
+    kind: ClassVar[str] = KIND
+    context_flag: ClassVar[str] = "--max-model-len"
+    spare_tokens: ClassVar[int] = 1
+    """To score a prompt, a server generates one more token."""
+
     def __init__(self, url: str, key: str | None, transfer: str = BACKEND) -> None:
         self.url, self._transfer = url.rstrip("/"), transfer
-        self._pool = Pool(self.url, key)
+        self.calls = Calls(self.url, key, KIND, partial(explained, transfer))
+        self.dialect = dialects.LATEST
+        """What the server can do, once `negotiate` has read it."""
+        self._turns = Turns(self.url)  # where the server reports no versions
+
+    async def negotiate(self, ours: bool) -> None:
+        """Reads the server's release. ours: the run has started it.
+
+        Raises: UserError for a release that cannot be used.
+        """
+        found = await self.calls.json("GET", "/version", retry=True, seconds=HEALTH_SECONDS)
+        self.dialect = dialects.of(str(found["version"]), f"the vLLM server at {self.url}")
+        if not ours:
+            dialects.check_given(self.url, self.dialect)
+
+    @property
+    def _tells_versions(self) -> bool:
+        return self.dialect.has(dialects.TOKEN_VERSIONS)
 
     async def close(self) -> None:
-        self._pool.close()
-        await asyncio.sleep(0)  # in which the loop closes the sockets
+        await self.calls.close()
 
     async def is_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
         """True if the server responds within this time and its engine is alive. Raises: OutOfFiles
         if no request can be sent."""
-        try:
-            with waiting(whose(), f"a sign of life from {self.url}", idle=True):
-                status, _ = await exchange(self._pool, self.url, "GET", "/health", seconds=seconds)
-        except ConnectionError:
-            return False
-        return status == 200
+        return await self.calls.status("/health", seconds) == 200
 
     async def context(self) -> int:
         """Returns the maximum length of prompt and completion together. Raises UserError if the
@@ -118,12 +119,14 @@ class VLLMClient:
         return models[0]
 
     async def _models(self) -> list[ServedModel]:
-        models = (await self._call("GET", "/v1/models"))["data"]
+        models = (await self.calls.json("GET", "/v1/models"))["data"]
         return [
             ServedModel(model["id"], int(model["max_model_len"]))
             for model in models
             if model.get("max_model_len")
         ]
+
+    # ---- tokens
 
     async def generate(
         self,
@@ -131,35 +134,44 @@ class VLLMClient:
         sampling: SamplingParams,
         model: str = MODEL,
         experts: bool = False,
+        kept: bool = False,
         stop: Sequence[str] = (),
         features: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Generates from prompt tokens, with the model itself or an adapter by its name; versions
         are those of the model. Cancelling the coroutine aborts the request on the server.
 
-        experts: see `experts_from`. stop: strings, searched in the output without special tokens,
-        that end the completion with the token that completes one. features: of images, see
-        areal_x.engines.vllm.features.
+        experts: see `experts_from`. kept: if `sampling.truncates`, see `kept_from`. stop: strings,
+        searched in the output without special tokens, that end the completion with the token that
+        completes one. features: of images, see areal_x.engines.vllm.features.
+
+        Raises: UserError if the server is too old to report kept tokens.
         """
-        body = _generate_body(tokens, sampling, model, stop, features)
-        answer = await self._generated(body)
-        completion = completion_from(answer)
-        if not experts:
-            return completion
-        return replace(
-            completion, experts=experts_from(answer, len(tokens) + len(completion.tokens))
-        )
+        kept = kept and sampling.truncates
+        if kept and not self.dialect.has(dialects.KEPT_TOKENS):
+            why = self.dialect.reason(dialects.KEPT_TOKENS)
+            raise UserError(
+                f"sampling.top_p, top_k and min_p must be 1, 0 and 0 with the vLLM server at {self.url}"
+                f" in training: {why}"
+            )
+        if self._tells_versions:
+            body = generate_body(tokens, sampling, model, stop, features)
+            return completion_of(await self._generated(body), len(tokens), experts, kept)
+
+        async def part(prompt: Tokens, most: int) -> tuple[Completion, bool]:
+            asked = replace(sampling, max_tokens=most)
+            body = generate_body(prompt, asked, model, stop, features)
+            answer, version, swapped = await self._turns.answered(partial(self._generated, body))
+            return completion_of(answer, len(prompt), experts, kept, version), swapped
+
+        return await in_parts(part, tokens, sampling.max_tokens, stop)
 
     async def render(self, body: Mapping[str, Any]) -> list[int]:
         """Returns the prompt tokens of a chat completion request. body: the request without a
         model."""
-        answer = await self._call(
-            "POST",
-            "/v1/chat/completions/render",
-            {**body, "model": MODEL},
-            retry=True,
-            takes_slot=True,
-        )
+        path = "/v1/chat/completions/render"
+        request = {**body, "model": MODEL}
+        answer = await self.calls.json("POST", path, request, retry=True, takes_slot=True)
         tokens: list[int] = answer["token_ids"]
         return tokens
 
@@ -168,46 +180,28 @@ class VLLMClient:
     ) -> dict[str, Any]:
         """Returns the assistant message in a completion's tokens, parsed by the server's reasoning
         and tool-call parsers. body: the chat completion request. before: the last tokens of its
-        prompt."""
-        response = {
-            "request_id": "areal-x",
-            "choices": [{"index": 0, "token_ids": list(tokens), "finish_reason": "stop"}],
-        }
-        request = {
-            "model": MODEL,
-            "generate_response": response,
-            "chat_request": {**body, "model": MODEL},
-            "prompt_token_ids": list(before),
-        }
-        answer = await self._call(
-            "POST",
-            "/v1/chat/completions/derender",
-            request,
-            retry=True,
-            takes_slot=True,
-        )
+        prompt. Raises: UserError if the server is too old for it."""
+        if not self.dialect.has(dialects.DERENDER):
+            why = self.dialect.reason(dialects.DERENDER)
+            raise UserError(f"the vLLM server at {self.url} cannot parse chats: {why}")
+        path, request = "/v1/chat/completions/derender", derender_body(tokens, body, before)
+        answer = await self.calls.json("POST", path, request, retry=True, takes_slot=True)
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """Returns the text's tokens, without special tokens that the model would add."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        tokens: list[int] = (
-            await self._call("POST", "/tokenize", body, retry=True, takes_slot=True)
-        )["tokens"]
+        answer = await self.calls.json("POST", "/tokenize", body, retry=True, takes_slot=True)
+        tokens: list[int] = answer["tokens"]
         return tokens
 
     async def score(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
         """Returns the log-probability of each token given those before it, at temperature 1; 0 for
-        the first. Scores at most context - 1 tokens, as the server generates one more. Not safe
-        beside other requests on a server with adapters: see `probe`."""
+        the first. Not safe beside other requests on a server with adapters: see `probe`."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
-        return scores_from(
-            await self._call(
-                "POST", "/v1/completions", body, retry=True, seconds=None, takes_slot=True
-            ),
-            tokens,
-        )
+        answer = await self.calls.json("POST", "/v1/completions", body, **FOR_TOKENS)
+        return scores_from(answer, tokens)
 
     async def probe(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
         """Returns the numbers of `score`, computed by the sampler: one request of one new token per
@@ -225,68 +219,78 @@ class VLLMClient:
 
     async def _next(self, model: str, tokens: Sequence[int], token: int) -> float:
         """Returns the log-probability that this token comes next."""
-        # vLLM wants as many `logprobs` as named tokens, and returns as many entries, the sampled
-        # token's among them: hence 2.
-        wanted = {
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "logprobs": 2,
-            "logprob_token_ids": [token, token],
-            "detokenize": False,
-        }
-        body = {"model": model, "token_ids": list(tokens), "sampling_params": wanted}
-        return next_from(await self._generated(msgspec.json.encode(body)), token)
+        return next_from(await self._generated(next_body(model, tokens, token)), token)
 
     async def _generated(self, body: bytes) -> Generated:
-        answer = await self._send(
-            "POST", "/inference/v1/generate", body, retry=True, seconds=None, takes_slot=True
-        )
-        return generated_from(answer)
+        return generated_from(await self.calls.send("POST", GENERATE, body, **FOR_TOKENS))
+
+    # ---- pauses and sleep
 
     async def pause(self) -> None:
         """Freezes requests in flight and drops all caches: theirs, which are recomputed after
         `resume` under the weights held then, and the prefix cache, whose blocks were computed under
         the weights held now."""
-        await self._call("POST", "/pause?mode=keep&clear_cache=true", retry=True)
+        if self._tells_versions:
+            await self.calls.json("POST", "/pause?mode=keep&clear_cache=true", retry=True)
+        else:  # ends them instead: see areal_x.engines.vllm.turns
+            await self._turns.hold(self._end_requests)
+
+    async def _end_requests(self) -> None:
+        """Pauses the server and ends its requests: each is answered with its tokens so far."""
+        await self.calls.json("POST", "/pause?mode=abort&clear_cache=true", retry=True)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Pauses, and releases the memory of caches and weights. The server must be started with
+        --enable-sleep-mode, or compute on a CPU (areal_x.engines.vllm.cpu_sleep)."""
+        await self.pause()
+        level = 1 if keep_weights else DROPS_WEIGHTS
+        await self.calls.json("POST", f"/sleep?level={level}&mode=keep", retry=True)
+
+    async def wake(self, memory: str) -> None:
+        await self.calls.json("POST", f"/wake_up?tags={memory}", retry=True)
 
     async def hand_over(self) -> None:
         """Ends all requests in flight: each is answered with its tokens so far, and ends with
         "abort"."""
-        await self._call("POST", "/abort_requests", {}, retry=True, seconds=HEALTH_SECONDS)
+        if self.dialect.has(dialects.ABORT_ALL):
+            await self.calls.json("POST", "/abort_requests", {}, retry=True, seconds=HEALTH_SECONDS)
+        elif not await self.is_paused():  # a swap ends them itself
+            await self._end_requests()
+            await self.resume(HEALTH_SECONDS)
 
     async def resume(self, seconds: float = CONTROL_SECONDS) -> None:
-        await self._call("POST", "/resume", retry=True, seconds=seconds)
+        await self.calls.json("POST", "/resume", retry=True, seconds=seconds)
+        self._turns.release()
 
     async def is_paused(self) -> bool:
-        return bool((await self._call("GET", "/is_paused", retry=True))["is_paused"])
+        return bool((await self.calls.json("GET", "/is_paused", retry=True))["is_paused"])
+
+    # ---- what a server tells of itself
 
     async def accepts_without_key(self) -> bool:
         """True if it accepts control requests without a key."""
-        with (
-            contextlib.closing(Pool(self.url, key=None)) as stranger,
-            contextlib.suppress(ConnectionError),
-        ):
-            status, _ = await exchange(
-                stranger, self.url, "GET", "/is_paused", seconds=HEALTH_SECONDS
-            )
-            return status == 200
-        return False
+        path = "/is_paused"
+        return await status_without_key(KIND, self.url, "GET", path, seconds=HEALTH_SECONDS) == 200
 
     async def metrics(self) -> str:
         """Returns metrics in Prometheus text format; none of the engine's if the server was started
         with --disable-log-stats."""
-        return str(await self._call("GET", "/metrics", retry=True, seconds=HEALTH_SECONDS))
+        return await self.calls.text("GET", "/metrics", retry=True, seconds=HEALTH_SECONDS)
+
+    async def load_figures(self) -> Load | None:
+        return parse_load(await self.metrics(), LOAD_METRICS)
 
     async def workers(self) -> int:
-        """Returns the number of processes that compute the model, each with a part or a copy of
-        it."""
-        return int((await self._call("GET", "/get_world_size", retry=True))["world_size"])
+        """Returns how many processes compute the model, each with a part or a copy of it."""
+        return int((await self.calls.json("GET", "/get_world_size", retry=True))["world_size"])
+
+    # ---- weights
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
         """Initialises the transfer, once, before the first update. info: of the server's
         weight-transfer backend."""
         try:
-            await self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+            await self.calls.json("POST", INIT_TRANSFER, {"init_info": dict(info)})
         except EngineError as error:
             raise type(error)(
                 f"{error} (its weight-transfer backend must be {self._transfer!r})"
@@ -295,44 +299,91 @@ class VLLMClient:
     async def validate_folder(self, staging_root: Path, folder: Path) -> None:
         """Raises EngineError if the server could not load a staged folder; changes nothing and is
         safe beside running requests. (For servers whose weight-transfer backend is ours.)"""
-        info = {"staging_root": str(staging_root), "folder": str(folder)}
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, retry=True)
+        body = {"init_info": {"staging_root": str(staging_root), "folder": str(folder)}}
+        await self.calls.json("POST", INIT_TRANSFER, body, retry=True)
 
     async def end_weight_transfer(self) -> None:
-        """Frees what an earlier `init_weight_transfer` has set up, if any has."""
-        await self._call("POST", "/shutdown_weight_transfer_engine")
+        """Frees what an earlier `init_weight_transfer` has set up, if any has; where the server cannot,
+        the next one replaces it."""
+        if self.dialect.has(dialects.END_OF_TRANSFER):
+            await self.calls.json("POST", "/shutdown_weight_transfer_engine")
+
+    async def set_version(self, version: int) -> None:
+        """Sets the version of the weights that the server already has."""
+        self._turns.version = version
+        if self._tells_versions:
+            body = {"new_version": str(version)}
+            await self.calls.json("POST", "/update_weight_version", body, retry=True)
+
+    async def version(self) -> str:
+        """Returns the version of the server's weights; "default" if it was never set."""
+        if not self._tells_versions:
+            return str(self._turns.version)
+        return str((await self.calls.json("GET", "/weight_info", retry=True))["weight_version"])
 
     async def start_update(self) -> None:
         """Begins an update. The server must be paused: an update under running requests kills its
         engine."""
-        await self._call("POST", "/start_weight_update")
+        kept = self._transfer != BACKEND  # our backend loads by itself
+        own = None if self.dialect.has(dialects.OWN_LOADING) else {"is_checkpoint_format": kept}
+        await self.calls.json("POST", "/start_weight_update", own)
 
     async def update_weights(self, info: Any) -> None:
         """Loads all weights, or a part of them. info: of the server's weight-transfer backend."""
-        await self._call("POST", "/update_weights", {"update_info": info})
+        await self.calls.json("POST", "/update_weights", {"update_info": info})
 
     async def finish_update(self, version: str) -> None:
-        await self._call("POST", "/finish_weight_update", {"weight_version": version})
+        await self.calls.json("POST", "/finish_weight_update", {"weight_version": version})
+        self._turns.version = int(version)
 
     async def abandon_update(self) -> None:
         """Ends an update that broke off and is still open; the weights keep their version."""
-        await self._call("POST", "/finish_weight_update", {"weight_version": None}, retry=True)
+        await self.calls.json("POST", "/finish_weight_update", {"weight_version": None}, retry=True)
+
+    async def prove(self, question: str) -> list[Any]:
+        """Returns what each worker has, see areal_x.engines.vllm.proof.worker.prove."""
+        return await self._of_workers(PROVE, question)
+
+    async def make_version(self, order: str) -> list[Any]:
+        return await self._of_workers(MAKE, order)
+
+    async def forget_versions(self) -> None:
+        await self._of_workers(FORGET)
+
+    async def _of_workers(self, method: str, *arguments: str) -> list[Any]:
+        """Calls a method of each worker, which may be repeated, and returns what they return."""
+        body = {"method": method, "args": list(arguments)}
+        answer = await self.calls.json("POST", "/collective_rpc", body, retry=True)
+        return list(answer["results"])
+
+    # ---- adapters
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Loads an adapter under an unused name. Only requests for this name wait for it."""
-        await self._call(
-            "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
-        )
+        body = {"lora_name": name, "lora_path": str(folder)}
+        await self.calls.text("POST", LOAD_ADAPTER, body)
 
     async def unload_adapter(self, name: str) -> None:
         """Removes the name; its requests in flight go on, and may make the server read its folder
         again."""
-        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        await self.calls.text("POST", UNLOAD_ADAPTER, {"lora_name": name})
 
     async def adapters(self) -> list[str]:
         """Returns the names of the loaded adapters."""
-        models = (await self._call("GET", "/v1/models"))["data"]
+        models = (await self.calls.json("GET", "/v1/models"))["data"]
         return [model["id"] for model in models if model.get("parent")]
+
+    async def check_scores(self) -> None:
+        """Raises: UserError for a server with adapters."""
+        if await self.supports_adapters():
+            dies = (
+                f"with adapters the engine of {dialects.LATEST.name} dies if it scores a prompt"
+                " beside other requests"
+            )
+            wanted = "start a separate server without --enable-lora, or name a model directory"
+            raise UserError(
+                f"the vLLM server at {self.url} has adapters enabled, and {dies}: {wanted}"
+            )
 
     async def supports_adapters(self) -> bool:
         """True if, as far as visible from outside, it supports adapters: it has one, or it counts
@@ -341,112 +392,8 @@ class VLLMClient:
             return bool(await self.adapters()) or ADAPTER_METRIC in await self.metrics()
         return False
 
-    async def set_version(self, version: int) -> None:
-        """Sets the version of the weights that the server already has."""
-        await self._call(
-            "POST", "/update_weight_version", {"new_version": str(version)}, retry=True
-        )
 
-    async def version(self) -> str:
-        """Returns the version of the server's weights; "default" if it was never set."""
-        return str((await self._call("GET", "/weight_info", retry=True))["weight_version"])
-
-    async def _call(self, method: str, path: str, body: Any = None, **how: Any) -> Any:
-        """Returns the response's JSON, or its text where that is a sentence. how: see `_send`."""
-        sent = None if body is None else msgspec.json.encode(body)
-        answer = await self._send(method, path, sent, **how)
-        if path in TEXT:
-            return answer.decode()
-        return json.loads(answer) if answer else None
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        *,
-        retry: bool = False,
-        seconds: float | None = CONTROL_SECONDS,
-        takes_slot: bool = False,
-    ) -> bytes:
-        """Returns the response to a JSON body. retry: the request may be sent again if the
-        connection breaks before any response, as happens when a pooled connection was closed
-        meanwhile. takes_slot: see `exchange`."""
-        try:
-            with waiting(whose(), f"the vLLM server at {self.url} to answer {path}"):
-                status, answer = await exchange(
-                    self._pool,
-                    self.url,
-                    method,
-                    path,
-                    body=body,
-                    seconds=seconds,
-                    retry=retry,
-                    takes_slot=takes_slot,
-                )
-        except ConnectionError as error:
-            raise ServerLost(f"{error}") from error
-        if status == 200:
-            return answer
-        raise self._refusal(path, status, error_message(answer))
-
-    def _refusal(self, path: str, status: int, words: str) -> Exception:
-        server, endpoint = f"the vLLM server at {self.url}", path.partition("?")[0]
-        if status == 401:
-            return UserError(
-                f"{server} refused the key: set the environment variable that vllm.key_variable"
-                " names to the server's key"
-            )
-        if status == 404 and endpoint in ("/v1/models", "/tokenize", "/v1/completions"):
-            wanted = "give a vLLM server's address without a path, like http://127.0.0.1:8000"
-            return UserError(f"{server} does not offer {endpoint} ({status} {words}): {wanted}")
-        # with other words the adapter was not found
-        if status == 404 and endpoint in WORDLESS and words == "Not Found":
-            wanted = (
-                "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
-                " RANK"
-            )
-            return UserError(f"{server} has no adapters enabled: {wanted}, at least lora.rank")
-        if 300 <= status < 400:
-            return UserError(
-                f"{server} redirects {endpoint}: give the address that it redirects to"
-            )
-        if status in (403, 404) and endpoint not in WORDLESS:
-            return UserError(
-                f"{server} does not offer {endpoint} ({status} {words}):"
-                f" {required_flags(self._transfer)}"
-            )
-        message = f"{server} answered {endpoint} with {status}: {words}"
-        return ServerFailed(message) if status >= 500 else ServerRefused(message, words)
-
-
-def _generate_body(
-    tokens: Int32[np.ndarray, " prompt"],
-    sampling: SamplingParams,
-    model: str,
-    stop: Sequence[str],
-    features: Mapping[str, Any] | None,
-) -> bytes:
-    """Returns the JSON of a generate request. It is made at once, as thousands of requests wait with
-    theirs, and the collector would look at every token of a list."""
-    body: dict[str, Any] = {
-        "model": model,
-        "token_ids": np.asarray(tokens).tolist(),
-        "sampling_params": {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            # `stop_token_ids` alone end a completion, as on every other engine.
-            "ignore_eos": True,
-            "logprobs": 0,
-            "stop": list(stop),
-            "detokenize": bool(stop),
-            # No "seed": a seeded request that meets a cache-clearing pause kills the engine on
-            # CPU.
-        },
-    }
-    if features is not None:
-        body["features"] = features
-    return msgspec.json.encode(body)
+def vllm_client(replica: Replica) -> VLLMClient:
+    """Returns the client of a vLLM server, with the calls that only vLLM has."""
+    client: Any = replica.client
+    return client  # type: ignore[no-any-return]

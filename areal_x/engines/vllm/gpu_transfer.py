@@ -40,7 +40,7 @@ class TrainerWeights(Staged):
     trainer: Any
 
     device: int | None
-    """Index of the trainer's GPU; None if the trainer is in other processes."""
+    """Index of the trainer's GPU or NPU; None if the trainer is in other processes."""
 
     reads_trainer: bool = True
 

@@ -8,66 +8,11 @@ is filled up with uninitialised memory.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"  # the size of each file of a staged folder, by its name; written last
-
-
-def shards(staging_root: str, folder: str) -> list[Path]:
-    """Returns the weight files of a staged folder, after checking that all that its manifest lists
-    are there, that each is whole and no tensor is in two of them.
-
-    Raises: ValueError for a folder outside the staging root, without weights, or with a damaged or
-    missing file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    root, path = Path(staging_root).resolve(), Path(folder).resolve()
-    if root not in path.parents:
-        raise ValueError(
-            f"refused to read weights from {folder}: it is outside the staging folder"
-            f" {staging_root}"
-        )
-    sizes = manifest(path)
-    files = [path / name for name in sorted(sizes)]
-    names: Counter[str] = Counter()
-    for file in files:
-        try:
-            found = file.stat().st_size
-            # compares the file's size with what its header lists
-            with safe_open(file, framework="pt") as opened:
-                names.update(opened.keys())
-        except (SafetensorError, OSError) as error:
-            # vLLM hides whole paths
-            raise ValueError(f"{file.name} cannot be read: {error}") from error
-        if found != sizes[file.name]:
-            raise ValueError(f"{file.name} has {found} bytes instead of {sizes[file.name]}")
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"{folder} has {', '.join(twice)} in more than one file")
-    return files
-
-
-def manifest(folder: Path) -> dict[str, int]:
-    """Returns the sizes of a staged folder's weight files by their names. A list is needed because
-    several machines may have written them, and a network's file system may show some later.
-
-    Raises: ValueError for a folder without a manifest.
-    """
-    try:
-        sizes = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{folder} has no {MANIFEST}: it was not staged completely, or this machine cannot see"
-            " the staging folder"
-        ) from error
-    found = {Path(name).name: size for name, size in sizes.items() if name.endswith(".safetensors")}
-    if not found:
-        raise ValueError(f"{folder} has no *.safetensors: it contains no weights")
-    return found
+from areal_x.engines.fleet.proof.regions import shared
 
 
 def read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
@@ -107,14 +52,6 @@ def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> N
     if missing:
         raise ValueError(f"the staged weights lack {', '.join(sorted(missing))}")
     refresh_tied(model, tied)
-
-
-def shared(model: Any) -> list[set[str]]:
-    """Returns the sets of names under which one tensor appears more than once."""
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return [alike for alike in names.values() if len(alike) > 1]
 
 
 def add_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:

@@ -1,5 +1,10 @@
 """Runs inside the vLLM server: a weight-transfer backend that reads safetensors from a staging
-folder, and one that pulls from the processes that train (areal_x.engines.vllm.rdt_receiver).
+folder, one that pulls from the processes that train (areal_x.engines.vllm.rdt_receiver), the
+report of what truncated sampling kept (areal_x.engines.vllm.kept_tokens), the proof of the weights
+that workers use (areal_x.engines.vllm.proof.worker), the versions that are made from deltas beside
+the server (areal_x.engines.vllm.versions), the sleep of a server on a CPU
+(areal_x.engines.vllm.cpu_sleep), and what servers of several workers lack
+(areal_x.engines.vllm.wide).
 
 vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of
 its processes. Trainer and server need not share a framework or a process group, only a folder
@@ -9,6 +14,8 @@ its processes. Trainer and server need not share a framework or a process group,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 BACKEND = "areal_x"
 RDT = "areal_x_rdt"  # vLLM's sharded-RDT engine for workers of any executor
@@ -32,12 +39,29 @@ class UpdateInfo:
     folder: str
     """Contains the model's complete weights as *.safetensors under their Hugging Face names."""
 
+    update_kind: ClassVar[str] = "dense"  # vLLM 0.23 looks at it
+
+
+def computed_in(model: Any) -> SimpleNamespace:
+    """Returns the part of vLLM's ModelConfig that loading into a model needs: the type that it
+    computes in, which is that of its embeddings."""
+    return SimpleNamespace(dtype=next(x.dtype for x in model.parameters() if x.is_floating_point()))
+
 
 def register() -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from areal_x.engines.vllm import loading, rdt_receiver
+    from areal_x.engines.fleet import manifest
+    from areal_x.engines.vllm import (
+        cpu_sleep,
+        kept_tokens,
+        loading,
+        rdt_receiver,
+        versions,
+        wide,
+    )
+    from areal_x.engines.vllm.proof import worker
 
     if BACKEND in WeightTransferEngineFactory._registry:  # vLLM may call a plugin again
         return
@@ -49,7 +73,7 @@ def register() -> None:
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
             if init_info.folder:
-                loading.shards(init_info.staging_root, init_info.folder)
+                manifest.shards(init_info.staging_root, init_info.folder)
             self.staging_root = init_info.staging_root
 
         # Loading into the model starts only in `receive_weights`, once the folder is validated.
@@ -59,9 +83,21 @@ def register() -> None:
 
         def shutdown(self) -> None: ...
 
-        def receive_weights(self, update_info: UpdateInfo) -> None:
-            files = loading.shards(self.staging_root, update_info.folder)
-            loading.load(self.model, self.model_config, loading.read(files))
+        # Before vLLM 0.25 (areal_x.engines.vllm.dialects.OWN_LOADING) an engine has no model_config,
+        # gets a function that loads, and must be able to send.
+        def receive_weights(self, update_info: UpdateInfo, load_weights: Any = None) -> None:
+            files = manifest.shards(self.staging_root, update_info.folder)
+            config = getattr(self, "model_config", None) or computed_in(self.model)
+            loading.load(self.model, config, loading.read(files))
 
+        @staticmethod
+        def trainer_send_weights(*_: Any) -> None:
+            raise NotImplementedError("weights are staged in files")
+
+    worker.register()
+    versions.register()
     WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransfer)
     WeightTransferEngineFactory.register_engine(RDT, rdt_receiver.__name__, rdt_receiver.NAME)
+    kept_tokens.install()
+    cpu_sleep.install()
+    wide.install()

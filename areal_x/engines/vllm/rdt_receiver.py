@@ -13,6 +13,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from areal_x.engines.fleet.proof.regions import shared
 from areal_x.engines.vllm import loading
 from areal_x.engines.vllm.rdt_sender import NAMESPACE
 from areal_x.runtime.interrupts import same_signals
@@ -54,14 +55,14 @@ def receiver() -> Any:
             join_cluster()
             self._completed_syncs = 0  # the producers are new
             self._name_to_plan.clear()
-            self._tied = loading.shared(self.model)
+            self._tied = shared(self.model)
             leave_out_padding(self.model)
             super().init_transfer_engine(init_info)
             if self._missing:
                 raise ValueError(f"the weights to pull lack {', '.join(sorted(self._missing))}")
 
         def start_weight_update(self) -> None:
-            self._tied = loading.shared(self.model)
+            self._tied = shared(self.model)
             loading.forget_packing(self.model)
             super().start_weight_update()
 

@@ -1,23 +1,31 @@
-"""Parses the responses of a vLLM server: tokens, log-probabilities, versions, experts, errors."""
+"""Parses the responses of a vLLM server: tokens, log-probabilities, versions, experts, kept tokens,
+errors."""
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from jaxtyping import Float32, Int16, Int32
+from jaxtyping import Float32, Int16
 
-from areal_x.engines.vllm.failures import ServerFailed, ServerRestarted
+from areal_x.engines.fleet.failures import ServerFailed
+from areal_x.engines.fleet.kept_tokens import kept_of
+from areal_x.engines.fleet.versions import Span, versions_from
 from areal_x.protocols.engine import Completion, EngineError
-from areal_x.types import NOT_RECORDED
+from areal_x.types import NOT_RECORDED, Kept
 
 NO_LOGPROB = -9999.0  # what vLLM sends for a missing log-probability
 ROUNDING = 1e-3  # how far above 0 rounding may put a log-probability
+REPORT_KEPT = (
+    "start it with VLLM_USE_V2_MODEL_RUNNER=0, without speculative decoding, areal-x installed"
+    " beside it"
+)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 RECORD_EXPERTS = "--enable-return-routed-experts"
 
 
@@ -26,8 +34,14 @@ RECORD_EXPERTS = "--enable-return-routed-experts"
 class TokenLogprob(msgspec.Struct, gc=False):
     """One of the likeliest tokens at a position."""
 
-    token_id: int
     logprob: float
+    token_id: int | None = None
+    token: str = ""
+    """Before vLLM 0.32, "token_id:5" in place of the number."""
+
+    @property
+    def id(self) -> int:
+        return int(self.token.removeprefix("token_id:")) if self.token_id is None else self.token_id
 
 
 class TokenLogprobs(msgspec.Struct, gc=False):
@@ -41,20 +55,13 @@ class Logprobs(msgspec.Struct):
     content: list[TokenLogprobs] | None = None
 
 
-class Span(msgspec.Struct, gc=False):
-    """Output tokens of one version of the weights, half open."""
-
-    start: int
-    end: int
-    version: str | int
-
-
 class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
     weight_versions: list[Span] | None = None
     routed_experts: str | None = None
+    sampling_mask: tuple[tuple[TokenId, ...], ...] | None = None
 
 
 class Generated(msgspec.Struct):
@@ -72,9 +79,9 @@ def generated_from(body: bytes) -> Generated:
         raise ServerFailed(f"vLLM responded to a generate request with {error}") from error
 
 
-def completion_from(answer: Generated) -> Completion:
-    """Returns the completion in a response. Raises EngineError if a log-probability or a version is
-    missing."""
+def completion_from(answer: Generated, version: int | None = None) -> Completion:
+    """Returns the completion in a response. version: of all its tokens, from a server that does not
+    report it. Raises EngineError if a log-probability or a version is missing."""
     (choice,) = answer.choices
     tokens, reason = choice.token_ids or [], choice.finish_reason
     if reason not in ("stop", "length", "abort"):
@@ -88,9 +95,27 @@ def completion_from(answer: Generated) -> Completion:
     return Completion(
         tokens=np.asarray(tokens, np.int32),
         logprobs=np.asarray(logprobs, np.float32),
-        versions=versions_from(choice.weight_versions or [], len(tokens)),
+        versions=np.full(len(tokens), version, np.int32)
+        if version is not None
+        else versions_from(choice.weight_versions or [], len(tokens)),
         finish_reason=reason,
     )
+
+
+def completion_of(
+    answer: Generated, prompt: int, experts: bool, kept: bool, version: int | None = None
+) -> Completion:
+    """Returns the completion in an answer, with the experts and kept tokens that are wanted.
+
+    prompt: its length. version: of all tokens, where the answer has none. Raises EngineError as
+    `completion_from`, `experts_from` and `kept_from`.
+    """
+    completion = completion_from(answer, version)
+    if kept:
+        completion = replace(completion, kept=kept_from(answer))
+    if not experts:
+        return completion
+    return replace(completion, experts=experts_from(answer, prompt + len(completion.tokens)))
 
 
 def experts_from(answer: Generated, length: int) -> Int16[np.ndarray, "length layers per_token"]:
@@ -112,6 +137,24 @@ def experts_from(answer: Generated, length: int) -> Int16[np.ndarray, "length la
     experts = np.full((length, *recorded.shape[1:]), NOT_RECORDED, np.int16)
     experts[: length - 1] = recorded[: length - 1]
     return experts
+
+
+def kept_from(answer: Generated) -> Kept:
+    """Returns what top-p, top-k and min-p kept at each token of a completion. Raises EngineError if
+    the server did not report it, or what it reported cannot be."""
+    (choice,) = answer.choices
+    tokens, reported = choice.token_ids or [], choice.sampling_mask
+    if not tokens:
+        return Kept.everything(0)
+    if reported is None:
+        raise EngineError(
+            "vLLM did not report which tokens sampling.top_p, top_k and min_p kept, without which"
+            f" they cannot be trained on: {REPORT_KEPT}"
+        )
+    try:
+        return kept_of(reported, tokens, "vLLM")
+    except EngineError as error:
+        raise EngineError(f"{error}: {REPORT_KEPT}") from error
 
 
 def scores_from(answer: Mapping[str, Any], tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
@@ -144,42 +187,10 @@ def next_from(answer: Generated, token: int) -> float:
     (choice,) = answer.choices
     content = choice.logprobs.content if choice.logprobs else None
     likeliest = (content[0].top_logprobs if content else None) or ()
-    found = {entry.token_id: entry.logprob for entry in likeliest}.get(token, NO_LOGPROB)
+    found = {entry.id: entry.logprob for entry in likeliest}.get(token, NO_LOGPROB)
     if not NO_LOGPROB < found <= ROUNDING:
         raise EngineError(
             f"vLLM returned {found} as the log-probability of a requested token: the weights may"
             " contain NaN"
         )
     return float(found)
-
-
-def versions_from(spans: Sequence[Span], length: int) -> Int32[np.ndarray, " N"]:
-    """Expands half-open spans over the output tokens to one version per token. Raises
-    ServerRestarted unless they cover each token once."""
-    versions, known = np.empty(length, np.int32), 0
-    for span in spans:
-        contiguous = span.start == known <= span.end <= length
-        if not contiguous or not str(span.version).isdigit():
-            break
-        versions[known : span.end] = int(span.version)
-        known = span.end
-    if known != length:
-        cause = "it may have been restarted, or updated by someone else"
-        raise ServerRestarted(
-            f"vLLM returned the weight versions {list(map(msgspec.to_builtins, spans))} for {length}"
-            f" tokens: {cause}"
-        )
-    return versions
-
-
-def error_message(body: bytes) -> str:
-    """Returns the message in a server's JSON error."""
-    text = body.decode(errors="replace")
-    try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError):
-        return text.strip()[:300]
-    error = (
-        answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
-    )
-    return str(error["message"] if isinstance(error, dict) and "message" in error else error)

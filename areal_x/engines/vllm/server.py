@@ -1,280 +1,62 @@
-"""Starts and stops vLLM server processes on this machine.
-
-areal_x.engines.vllm.placed does so on other nodes of a cluster.
-"""
+"""How a vLLM server is started: its command line and its environment."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import secrets
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
-from areal_x.engines.vllm import adapters, gate, headless, watchdog
-from areal_x.engines.vllm.addresses import LOCAL_HOSTS, LOOPBACK, url_of
-from areal_x.engines.vllm.client import MODEL, VLLMClient
-from areal_x.engines.vllm.connections import OutOfFiles
+from areal_x.engines.fleet import server as servers
+from areal_x.engines.fleet.addresses import LOCAL_HOSTS, LOOPBACK
+from areal_x.engines.fleet.client import MODEL
+from areal_x.engines.fleet.widths import Widths, experts_in
+from areal_x.engines.vllm import adapters, dialects, gate, headless
+from areal_x.engines.vllm.client import KIND, VLLMClient
 from areal_x.engines.vllm.features import NORMALISED
-from areal_x.engines.vllm.installed import is_cpu_build
+from areal_x.engines.vllm.installed import installed_dialect, is_cpu_build
+from areal_x.engines.vllm.kept_tokens import REPORTING_RUNNER
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import RECORD_EXPERTS
-from areal_x.engines.vllm.server_log import LAST_BYTES, failure_in, last_line_in, read_log
-from areal_x.errors import ConfigError, UserError
-from areal_x.hf.model_dir import read_config
-from areal_x.runtime import guard
-from areal_x.runtime.waits import waiting
+from areal_x.errors import ConfigError
+from areal_x.hf.model_dir import read_config, text_config
 
 # keeps NCCL between processes of one machine off the network address that it listens on by default
 LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-POLL_SECONDS = 0.1
-REPORT_SECONDS = 5.0
-STOP_SECONDS = watchdog.GRACE_SECONDS + 5.0
-# environment variables that list a process's visible GPUs or NPUs
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The processes of one server on one of its hosts. The first part serves, and all compute."""
+class Launch(servers.Launch):
+    """How to start one vLLM server."""
 
-    hosts: int
-    """Number of the server's hosts."""
-    rank: int
-    """This host's number, from 0."""
-    address: str
-    """This host's address, for vLLM's own connections."""
-    meeting_place: tuple[str, int]
-    """The first host's address, and a port that is free there."""
+    kind: ClassVar[str] = KIND
 
-
-@dataclass(frozen=True)
-class Launch:
-    """How to start one server."""
-
-    model: Path
-    log: Path
-    staging: Path
-    """Folder of staged weights."""
-    context: int
-    concurrency: int
-    seed: int
-    """Of the server's random numbers; servers of one run need different seeds, or they sample the
-    same tokens."""
-    host: str = LOOPBACK
-    """Address that it listens on."""
-    port: int = 0
-    """0 picks a free one."""
-    threads: int = 1
-    """Compute threads on a CPU."""
-    device: str | None = None
-    """The visible GPUs or NPUs; None for all."""
-    experts: bool = False
-    """True records which experts of a mixture each token is routed to."""
-    lora_rank: int = 0
-    """Rank of the adapters that it will load; 0 for none."""
     transfer: str = BACKEND
     """vLLM's name of the weight-transfer backend."""
-    metrics: bool = False
-    """True counts what `VLLMClient.metrics` returns."""
-    arguments: Sequence[str] = ()
-    part: Part | None = None
-    """The part of the server that this is; None if it is on one host."""
+
+    def command(self, port: int) -> list[str]:
+        return command(self, port, is_cpu_build(), installed_dialect())
+
+    def environment(self, key: str) -> dict[str, str]:
+        return environment(self, key, is_cpu_build())
+
+    def client(self, url: str, key: str) -> VLLMClient:
+        return VLLMClient(url, key, self.transfer)
 
 
-class StartedServer(Protocol):
-    """A server that the run started, here or on another node. None of its methods but `stop`
-    waits."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def log(self) -> Path: ...
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None:
-        """Returns the exit code of its process; None while it runs."""
-        ...
-
-    def failure_reason(self) -> str:
-        """Returns the lines of the log that tell why it ended."""
-        ...
-
-    def last_line(self) -> str:
-        """Returns the newest line of the log, as a sentence."""
-        ...
-
-    def release(self) -> None:
-        """Releases the port that is reserved for the server."""
-        ...
-
-    def terminate(self) -> None:
-        """Tells the server to end. Harmless if it has already ended."""
-        ...
-
-    def stop(self) -> None:
-        """Ends the server and everything it started; returns when they are gone. Harmless if it has
-        already ended."""
-        ...
-
-
-class Starter(Protocol):
-    """Starts the servers of a run. Each has a number of its own."""
-
-    keeps: bool
-    """True if servers go on when their engine is closed, for the next one."""
-
-    async def start(self, number: int, launch: Launch) -> StartedServer:
-        """Starts a server, and returns before it is ready. Raises: UserError, EngineError."""
-        ...
-
-    def departing(self) -> set[int]:
-        """Returns the servers on machines that are about to go. May wait; for a thread of its
-        own."""
-        ...
-
-    def vacate(self, number: int) -> None:
-        """Gives the room of a server back, which has ended or was never started. May wait."""
-        ...
-
-
-def end_all(servers: Sequence[StartedServer]) -> None:
-    """Ends servers; returns when they are gone."""
-    for server in servers:
-        with contextlib.suppress(ProcessLookupError):
-            server.terminate()  # all at once, before waiting for each
-    for server in servers:
-        server.stop()
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server process on this machine (StartedServer)."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    key: str = field(repr=False)
-    log: Path
-    log_start: int
-    """Offset in the log file at which its own lines begin."""
-    reserved: socket.socket | None = field(default=None, repr=False, compare=False)
-    """Keeps the port for the server until it listens there, which takes as long as importing
-    vLLM."""
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-    def failure_reason(self) -> str:
-        return failure_in(read_log(self.log, self.log_start))
-
-    def last_line(self) -> str:
-        return last_line_in(read_log(self.log, self.log_start, LAST_BYTES))
-
-    def release(self) -> None:
-        if self.reserved is not None:
-            self.reserved.close()
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def stop(self) -> None:
-        self.release()
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-class ThisMachine:
-    """Starts servers on this machine (Starter)."""
-
-    keeps = False
-
-    async def start(self, number: int, launch: Launch) -> StartedServer:
-        return start(launch)
-
-    def departing(self) -> set[int]:
-        return set()
-
-    def vacate(self, number: int) -> None: ...
-
-
-def start(launch: Launch, owns_staging: bool = True) -> Server:
-    """Starts the process and returns before it is ready. owns_staging: the staged weights are
-    removed if this process is killed.
-
-    Raises: ConfigError if the port is taken, or for what vLLM on a CPU does not support.
-    """
-    cpu = is_cpu_build()
+def command(
+    launch: Launch, port: int, cpu: bool, dialect: dialects.Dialect = dialects.LATEST
+) -> list[str]:
+    """Returns the command line. Raises: ConfigError for what vLLM on a CPU does not support."""
     if cpu and launch.experts:
         wanted = (
             "False with vLLM on a CPU: its second model runner, which records experts, needs a GPU"
         )
         raise ConfigError("trainer.replay_experts", True, wanted)
-    key = secrets.token_urlsafe(32)
-    launch.log.parent.mkdir(parents=True, exist_ok=True)
-    reserved = reserve(launch.host, launch.port)
-    try:
-        with launch.log.open("ab") as log:
-            port, log_start = reserved.getsockname()[1], log.tell()
-            process = subprocess.Popen(
-                guard.command(
-                    watchdog.__name__,
-                    os.getpid(),
-                    str(launch.staging) if owns_staging else "",
-                    command(launch, port, cpu),
-                    flags=("-I",),
-                ),
-                env=environment(launch, key, cpu),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C reaches only the run, which then stops its servers in order
-                start_new_session=True,
-            )
-    except BaseException:
-        reserved.close()
-        raise
-    return Server(process, url_of(launch.host, port), key, launch.log, log_start, reserved)
-
-
-def reserve(host: str, port: int) -> socket.socket:
-    """Returns a bound socket that reserves a port of this machine's address `host`: only the
-    server, which binds with SO_REUSEADDR too, can take it."""
-    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        reserved.bind((host, port))
-    except OSError as error:
-        reserved.close()
-        raise ConfigError(
-            "vllm.port", port, f"a free port ({error.strerror}); 0 picks one"
-        ) from error
-    return reserved
-
-
-def command(launch: Launch, port: int, cpu: bool) -> list[str]:
+    if cpu:
+        check_mixture(launch)
     arguments = {
         "--model": str(launch.model),
         "--served-model-name": MODEL,
@@ -291,7 +73,9 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         "--generation-config": "vllm",
         "--middleware": gate.GATE,
     }
-    flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    flags = ["--disable-uvicorn-access-log", *width_flags(launch.widths)]
+    if dialect.has(dialects.SCALE_OUT):
+        flags.append("--enable-scale-out")
     if not launch.metrics:
         flags.append("--disable-log-stats")
     if launch.lora_rank:
@@ -300,9 +84,11 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         arguments["--dtype"] = "float32"  # as the trainers compute on a CPU
         # compiling was seen to double the start (16 s to 37 s) for a quarter more tokens/s
         flags.append("--enforce-eager")
+    elif launch.sleeps:
+        flags.append("--enable-sleep-mode")  # on a CPU: areal_x.engines.vllm.cpu_sleep
     if launch.experts:
         flags.append(RECORD_EXPERTS)
-    if has_vision(launch.model):
+    if has_vision(launch.model) and dialect.has(dialects.NORMALISATION):
         flags.append(NORMALISED)
     program = "vllm.entrypoints.openai.api_server"
     if launch.part is not None:
@@ -313,6 +99,8 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
             "--master-addr": address,
             "--master-port": str(meeting_port),
         }
+        if launch.widths.data > 1:
+            arguments["--data-parallel-rpc-port"] = str(launch.part.engines_port)
         if launch.part.rank:  # it computes, and serves nothing
             program = headless.__name__
             flags.append("--headless")
@@ -328,6 +116,29 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
     ]
 
 
+def check_mixture(launch: Launch) -> None:
+    """Raises: ConfigError for mixtures of which vLLM 0.32's workers on CPUs cannot compute parts: they
+    die of divided experts, and exchange no tokens between data-parallel engines."""
+    widths = launch.widths
+    if widths.expert > 1:
+        wanted = "1 with vLLM on a CPU, whose workers cannot compute a part of the experts"
+        raise ConfigError("vllm.expert", widths.expert, wanted)
+    if widths.data > 1 and experts_in(text_config(read_config(launch.model))):
+        wanted = "1 for a mixture with vLLM on a CPU, whose engines cannot exchange tokens: set vllm.servers"
+        raise ConfigError("vllm.data", widths.data, wanted)
+
+
+def width_flags(widths: Widths) -> list[str]:
+    """Returns the arguments of the parallel sizes."""
+    sizes = {
+        "--tensor-parallel-size": widths.tensor,
+        "--pipeline-parallel-size": widths.pipeline,
+        "--data-parallel-size": widths.data,
+    }
+    flags = [word for name, size in sizes.items() if size > 1 for word in (name, str(size))]
+    return [*flags, "--enable-expert-parallel"] if widths.expert > 1 else flags
+
+
 def has_vision(model: Path) -> bool:
     """True if the model in a directory has a vision tower."""
     return (model / "config.json").is_file() and "vision_config" in read_config(model)
@@ -341,6 +152,8 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
         gate.HOSTS: "" if launch.host in LOCAL_HOSTS else launch.host,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # On an NPU, weights in a layout of their own cannot be replaced.
+        "VLLM_ASCEND_ENABLE_NZ": "0",
         # for connections among the server's own processes
         "VLLM_HOST_IP": LOOPBACK if launch.part is None else launch.part.address,
     }
@@ -353,53 +166,22 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
         env.setdefault(*LISTEN)
     if launch.experts:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only runner that records experts
+    elif launch.kept:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = REPORTING_RUNNER
     if launch.lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if launch.device is not None:
-        env |= dict.fromkeys(VISIBLE, launch.device)
+        env |= dict.fromkeys(servers.VISIBLE, launch.device)
     if cpu:
         env["OMP_NUM_THREADS"] = str(launch.threads)
         # one process less: starts in 16 s instead of 24 s, at the same tokens/s
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         env.setdefault("OMP_WAIT_POLICY", "passive")  # see `default_threads`
+        if launch.widths.accelerators > 1:
+            # vLLM binds each worker to a memory node of its own, of which a machine may have one
+            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # Otherwise the sampler compiles a C++ kernel during the first requests, for seconds during
         # which no pause could begin.
         env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return env
-
-
-async def wait_until_ready(
-    server: StartedServer, name: str, timeout_seconds: float, report: Report
-) -> None:
-    """Returns when the server responds. Raises UserError with the reason from the log if it dies or
-    takes too long."""
-    client = VLLMClient(server.url, server.key)
-    began = reported = time.monotonic()
-    report(f"{name} is starting (log: {server.log})")
-    try:
-        with waiting(name, "its process to be ready", server.last_line):
-            while not await is_ready(client):
-                now = time.monotonic()
-                if server.poll() is not None:
-                    raise UserError(
-                        f"{name} died at start: {server.failure_reason()} (log: {server.log})"
-                    )
-                if now - began > timeout_seconds:
-                    late = f"{name} was not ready within {timeout_seconds:.0f} s"
-                    raise UserError(f"{late}: see {server.log} or raise vllm.start_timeout_seconds")
-                if now - reported > REPORT_SECONDS:
-                    report(f"{name} is starting: {now - began:.0f} s")
-                    reported = now
-                await asyncio.sleep(POLL_SECONDS)
-    finally:
-        server.release()
-        await client.close()
-    report(f"{name} is ready after {time.monotonic() - began:.0f} s")
-
-
-async def is_ready(client: VLLMClient) -> bool:
-    try:
-        return await client.is_healthy()
-    except OutOfFiles:  # temporary: descriptors become free as other requests end
-        return False

@@ -54,10 +54,11 @@ def without_gpu(replace: Replace) -> None:
     stream = SimpleNamespace(synchronize=lambda: None)
     replace(pynccl, "PyNcclCommunicator", Communicator)
     replace(packed_tensor, "_get_streams", lambda device, count: (stream,) * count)
-    replace(torch.cuda, "stream", lambda stream: nullcontext())
-    replace(torch.cuda, "device", lambda index: nullcontext())
     replace(torch.cuda, "current_device", lambda: 0)
     replace(torch.cuda, "synchronize", lambda: None)
+    replace(torch.cuda, "stream", lambda stream: nullcontext())
+    for of, name in ((torch.cuda, "device"), (torch.accelerator, "device_index")):
+        replace(of, name, lambda index: nullcontext())
     replace(torch.accelerator, "current_device_index", lambda: 0)
     replace(torch.accelerator, "synchronize", lambda: None)
 
@@ -81,6 +82,8 @@ class Model(nn.Module):
 
 class Server:
     """One server with some workers. calls: method, path and body of each request, in order. refused: a path that fails."""
+
+    release = "0.32.0"
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -120,6 +123,8 @@ class Server:
         return web.json_response(await self.do(request.path, body))
 
     async def do(self, path: str, body: Any) -> Any:
+        if path == "/version":
+            return {"version": self.release}
         if path == "/v1/models":
             return {"data": [{"id": "policy", "max_model_len": 64}]}
         if path == "/is_paused":
@@ -153,8 +158,8 @@ class Server:
         return port
 
 
-async def main(*workers: int) -> None:
-    servers = [Server(n) for n in workers]
+async def main(kind: type[Server], *workers: int) -> None:
+    servers = [kind(n) for n in workers]
     for server in servers:
         server.make_engines()
     print(*[await server.start() for server in servers], flush=True)
@@ -164,4 +169,4 @@ async def main(*workers: int) -> None:
 
 if __name__ == "__main__":
     without_gpu(setattr)
-    asyncio.run(main(*map(int, sys.argv[1:])))
+    asyncio.run(main(Server, *map(int, sys.argv[1:])))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from areal_x.engines.fleet.failures import ServerFailed, ServerLost
 from areal_x.engines.vllm.broadcast import Broadcast, BroadcastFailed, Member
-from areal_x.engines.vllm.failures import ServerFailed, ServerLost
 from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.protocols.engine import EngineError
 

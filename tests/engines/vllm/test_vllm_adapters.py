@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_x.engines.vllm.adapters import AdapterVersions, arguments
+from areal_x.engines.fleet.adapters import AdapterVersions
+from areal_x.engines.fleet.staging import StagedFiles
+from areal_x.engines.vllm.adapters import arguments
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import LoRAConfig
 

@@ -14,16 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_x.engines.fleet.failures import ServerFailed, error_message
+from areal_x.engines.fleet.versions import Span, versions_from
 from areal_x.engines.vllm.client import VLLMClient
-from areal_x.engines.vllm.failures import ServerFailed
 from areal_x.engines.vllm.responses import (
     Generated,
-    Span,
     completion_from,
-    error_message,
     experts_from,
     generated_from,
-    versions_from,
+    kept_from,
 )
 from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError, SamplingParams
@@ -89,6 +88,29 @@ def test_a_missing_logprob_is_an_error(logprobs: Any) -> None:
 def test_a_request_that_the_server_failed_is_an_error() -> None:
     with pytest.raises(EngineError, match="'error'"):
         completion_from(answer(finish_reason="error"))
+
+
+def test_kept_tokens_are_those_of_each_token() -> None:
+    kept = kept_from(answer(sampling_mask=[[5, 1, 9], [6]]))
+    assert (kept.counts.dtype, kept.ids.dtype) == (np.int32, np.int32)
+    assert (kept.counts.tolist(), kept.ids.tolist()) == ([3, 1], [5, 1, 9, 6])
+    assert len(kept_from(answer(token_ids=[], finish_reason="abort"))) == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, [], [[5]], [[5], [6], [7]], [[5], []], [[5], [5]], [[6], [5]]],
+    ids=["none", "of no token", "of too few", "of too many", "an empty one", "of another", "in another order"],
+)
+def test_kept_tokens_that_are_missing_or_cannot_be_are_an_error(said: Any) -> None:
+    with pytest.raises(EngineError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        kept_from(answer(sampling_mask=said))
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**80, 0.5, "x"])
+def test_kept_tokens_that_are_no_tokens_are_an_error_of_the_server(token: Any) -> None:
+    with pytest.raises(ServerFailed, match="sampling_mask"):
+        answer(sampling_mask=[[5, token], [6]])
 
 
 def encoded(array: np.ndarray) -> str:

@@ -10,14 +10,12 @@ import numpy as np
 import psutil
 import pytest
 
+from areal_x.engines.fleet.staging import StagedFiles
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import UserError
-from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
-from areal_x.testing.models import write_model
 from tests.engines import conformance
 from tests.engines.conformance import expected_logprobs
 from tests.servers import Run, Weights
@@ -28,47 +26,31 @@ pytestmark = [pytest.mark.server, pytest.mark.xdist_group("vllm")]
 PROMPT = np.arange(2, 14, dtype=np.int32)
 
 
-@pytest.fixture(scope="module")
-def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("other"), seed=5)
-
-
 @pytest.mark.parametrize(
     "check",
-    [
-        conformance.check_logprobs_are_those_of_a_full_forward,
-        conformance.check_greedy_takes_the_most_likely_token,
-        conformance.check_a_stop_token_ends_the_completion_and_belongs_to_it,
-        conformance.check_a_cancelled_request_gives_its_place_to_others,
-    ],
+    conformance.OF_SERVERS,
     ids=lambda check: check.__name__.removeprefix("check_"),
 )
 def test_it_does_what_every_engine_must(check: Any, vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run) -> None:
     run(check(vllm_engine, tiny_model_dir))
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (8, 0.7)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(5, 1.0, 0.0), (0, 0.8, 0.0), (8, 0.7, 0.0), (0, 1.0, 0.9), (9, 0.8, 0.85)]
+)
 def test_truncated_sampling_is_what_every_engine_must_do(
-    top_k: int, top_p: float, vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
+    top_k: int, top_p: float, min_p: float, vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
 ) -> None:
-    run(conformance.check_truncated_sampling(vllm_engine, tiny_model_dir, top_k, top_p, deviations=12))
+    run(conformance.check_truncated_sampling(vllm_engine, tiny_model_dir, top_k, top_p, min_p, deviations=12))
+
+
+def test_requests_report_what_they_kept_beside_those_that_leave_nothing_out(vllm_engine: VLLMEngine, run: Run) -> None:
+    run(conformance.check_requests_report_what_they_kept(vllm_engine))
 
 
 def test_the_context_ends_a_completion_and_refuses_a_prompt(vllm_engine: VLLMEngine, run: Run) -> None:
     run(conformance.check_max_tokens_is_cut_to_the_room_left(vllm_engine))
     run(conformance.check_a_prompt_without_room_is_refused(vllm_engine, "vllm.context"))
-
-
-def test_a_greedy_completions_logprobs_are_of_the_plain_softmax_whatever_top_p_and_top_k_say(
-    vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
-) -> None:
-    async def beside_sampled_ones() -> Completion:
-        sampled = [Request(PROMPT, SamplingParams(max_tokens=40, top_p=0.9))] * 7
-        return (await conformance.all_of(vllm_engine, [greedy, *sampled]))[0]
-
-    greedy = Request(PROMPT, SamplingParams(max_tokens=40, temperature=0.0, top_p=0.5, top_k=1))
-    completion = run(beside_sampled_ones())
-    np.testing.assert_allclose(completion.logprobs, expected_logprobs(tiny_model_dir, greedy, completion), atol=1e-4)
 
 
 def test_the_models_end_token_ends_nothing_unless_the_request_says_so(vllm_engine: VLLMEngine, run: Run) -> None:
@@ -81,32 +63,9 @@ def test_the_models_end_token_ends_nothing_unless_the_request_says_so(vllm_engin
     assert [len(completion.tokens) for completion in completions] == [200] * 8
 
 
-def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(
-    vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
-) -> None:
-    tokenizer, stop = load_tokenizer(tiny_model_dir), ("7", "12")
-    request = Request(PROMPT, SamplingParams(max_tokens=100, temperature=2.0), stop=stop)
-    completions = run(conformance.all_of(vllm_engine, [request] * 16))
-    ended = [completion for completion in completions if completion.finish_reason == "stop"]
-    assert len(ended) > 8
-    for completion in completions:
-        texts = [tokenizer.decode(completion.tokens[:count], skip_special_tokens=True) for count in (-1, None)]
-        assert [any(word in text for word in stop) for text in texts] == [False, completion.finish_reason == "stop"]
-        assert len(completion.tokens) == 100 or completion.finish_reason == "stop"
-        np.testing.assert_allclose(completion.logprobs, expected_logprobs(tiny_model_dir, request, completion), atol=1e-4)
-
-
 def test_tokens_carry_the_version_that_was_published_last(vllm_engine: VLLMEngine, other_model_dir: Path, run: Run) -> None:
-    # Longer than a block of the server's prefix cache (128 tokens), which must not survive the swap.
-    prompt = np.arange(200, dtype=np.int32) % 40 + 2
-    greedy = Request(prompt, SamplingParams(max_tokens=20, temperature=0.0))
-    before = run(vllm_engine.generate(greedy))
-    version = vllm_engine.version
-    np.testing.assert_array_equal(before.versions, version)
-    run(vllm_engine.swap(vllm_engine.stage(Weights(other_model_dir, version + 1))))
-    after = run(vllm_engine.generate(greedy))
-    np.testing.assert_array_equal(after.versions, version + 1)
-    np.testing.assert_allclose(after.logprobs, expected_logprobs(other_model_dir, greedy, after), atol=1e-4)
+    trainer = Weights(other_model_dir, vllm_engine.version + 1)
+    run(conformance.check_a_swap_leaves_no_prefix_of_the_old_weights(vllm_engine, trainer, other_model_dir))
 
 
 def test_swaps_under_64_requests_lose_no_token_and_each_token_has_its_true_version_and_logprob(
@@ -154,20 +113,6 @@ def test_a_folder_outside_the_staging_root_is_refused_and_generation_goes_on(
     completion = run(vllm_engine.generate(Request(PROMPT, SamplingParams(max_tokens=5))))
     np.testing.assert_array_equal(completion.versions, version)
     assert vllm_engine.version == version
-
-
-@pytest.fixture
-def given_url(vllm_engine: VLLMEngine, run: Run) -> Any:
-    """The running server's address and key; afterwards it belongs to the shared engine again."""
-    (server,) = vllm_engine._servers
-    yield server.url, server.key
-
-    async def give_back() -> None:
-        client = VLLMClient(server.url, server.key)
-        await client.init_weight_transfer({"staging_root": str(vllm_engine.stager.staging.root)})
-        await client.close()
-
-    run(give_back())
 
 
 def test_a_server_says_how_many_workers_it_has_and_forgets_who_sent_it_weights(given_url: tuple[str, str], run: Run) -> None:

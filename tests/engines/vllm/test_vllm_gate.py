@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from areal_x.engines.fleet.server import Server
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gate import refusal
-from areal_x.engines.vllm.server import Server
 
 UPGRADE = {
     "Connection": "Upgrade",

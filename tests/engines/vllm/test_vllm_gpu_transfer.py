@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x.engines.vllm import fleet, nccl_sender
+from areal_x.engines.fleet import fleet
+from areal_x.engines.vllm import group_sender, nccl_sender
 from areal_x.engines.vllm.broadcast import Broadcast
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
@@ -120,7 +121,7 @@ def engine(
     module_patch.setattr(pynccl_wrapper, "NCCLLibrary", Library)
     module_patch.setattr("areal_x.engines.vllm.engine.check_machine", lambda *_: None)
     module_patch.setattr(fleet, "FIRST_RETRY_SECONDS", 0.01)
-    module_patch.setattr(nccl_sender, "_sender", None)
+    module_patch.setattr(group_sender, "_senders", {})
     module_patch.setenv("VLLM_API_KEY", "the key")
     module_patch.setenv("NCCL_SOCKET_IFNAME", "lo")
     config = VLLMConfig(urls=receivers.urls, transport="nccl")
@@ -137,7 +138,7 @@ def engine(
 
 def drawn(torch: Any) -> dict[str, Any]:
     """Other weights of the same model."""
-    return {m.name: torch.randn(m.shape).to(m.dtype) for m in nccl_sender._sender.source.metadata()}
+    return {m.name: torch.randn(m.shape).to(m.dtype) for m in group_sender._senders["nccl"].source.metadata()}
 
 
 @dataclasses.dataclass
@@ -159,7 +160,7 @@ def first(engine: VLLMEngine, receivers: Receivers, tiny_model_dir: Path, run: R
     events: list[str] = []
     send = Communicator.broadcast
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "synchronize", lambda: events.append("the optimizer's step is done"))
+        patch.setattr(torch.accelerator, "synchronize", lambda: events.append("the optimizer's step is done"))
         patch.setattr(Communicator, "broadcast", lambda *of, **more: (events.append("broadcast"), send(*of, **more)))
         seconds = run(engine.swap(engine.stage(trainer, 7)))
     assert engine.version == 7
@@ -179,6 +180,7 @@ def test_what_the_trainer_sends_arrives_at_every_worker_in_the_order_of_a_swap(f
         assert asked["loaded"] == [expected] * workers
         paths = [path for path, _ in asked["calls"]]
         assert paths == [
+            "/version",
             "/v1/models",
             "/is_paused",
             "/shutdown_weight_transfer_engine",
@@ -222,7 +224,7 @@ def has(receivers: Receivers, index: int, tensors: dict[str, Any]) -> bool:
 
 async def all_back(engine: VLLMEngine) -> None:
     """Returns when every server serves, or waits for weights."""
-    broadcaster, members = engine.publisher.broadcaster, engine.fleet.members
+    broadcaster, members = engine.publisher.sender, engine.fleet.members
     await until(lambda: all(member.serves or name in broadcaster._joining for name, member in members.items()))
 
 
@@ -268,7 +270,7 @@ def test_a_broadcast_that_breaks_off_is_repeated_once_the_servers_are_restarted_
 ) -> None:
     from tests.engines.vllm.receivers import Communicator
 
-    engine, broadcaster = first.engine, first.engine.publisher.broadcaster
+    engine, broadcaster = first.engine, first.engine.publisher.sender
     version, tensors = engine.version + 1, drawn(torch)
     with monkeypatch.context() as patch:
         # The sending side would wait forever, and the other server gets no request, which would do so too.
@@ -323,8 +325,8 @@ def test_a_jax_trainer_sends_its_arrays(
 ) -> None:
     from tests.engines.vllm.receivers import digest
 
-    monkeypatch.setattr(nccl_sender, "_sender", None)  # of another trainer
-    monkeypatch.setattr(first.engine.publisher.broadcaster._broadcast, "_connected", [])
+    monkeypatch.setattr(group_sender, "_senders", {})  # of another trainer
+    monkeypatch.setattr(first.engine.publisher.sender._broadcast, "_connected", [])
 
     pytest.importorskip("areal_x_jax")
     trainer = create_trainer("jax", TrainerConfig(ModelConfig(str(tiny_model_dir)), precision="bf16"))
@@ -353,7 +355,7 @@ def test_the_first_process_of_a_gang_sends_and_the_driver_asks_the_servers(
     trainer = InAGang(Torch(tensors))
     staged = engine.stage(trainer, version := engine.version + 1)
     assert (staged.device, staged.reads_trainer) == (None, True)
-    engine.publisher.broadcaster._broadcast._connected = []
+    engine.publisher.sender._broadcast._connected = []
     run(engine.swap(staged))
     assert trainer.called == [("invite", False), ("connect", False), ("describe", False), ("send", False)]
     assert engine.version == version
@@ -365,7 +367,7 @@ def test_the_other_processes_of_a_gang_only_gather(torch: Any, monkeypatch: pyte
     from tests.engines.vllm.receivers import without_gpu
 
     without_gpu(monkeypatch.setattr)
-    monkeypatch.setattr(nccl_sender, "_sender", None)
+    monkeypatch.setattr(group_sender, "_senders", {})
     gathered = []
 
     class Gathering(Torch):
@@ -375,23 +377,23 @@ def test_the_other_processes_of_a_gang_only_gather(torch: Any, monkeypatch: pyte
                 yield name, x
 
     trainer = Gathering({"a": torch.zeros(2), "b": torch.zeros(3)})
-    assert nccl_sender.invite(trainer, 1, [2], True) == {}
-    nccl_sender.connect(trainer, 1, {})
-    assert nccl_sender.describe(trainer, 1)["shapes"] == [[2], [3]]
+    assert nccl_sender.SIDE.invite(trainer, 1, [2], True) == {}
+    nccl_sender.SIDE.connect(trainer, 1, {})
+    assert nccl_sender.SIDE.describe(trainer, 1)["shapes"] == [[2], [3]]
     gathered.clear()
-    nccl_sender.send(trainer, 1)
+    nccl_sender.SIDE.send(trainer, 1)
     assert gathered == ["a", "b"]
 
 
 def test_a_process_without_a_gpu_says_so(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_sender, "_sender", None)
+    monkeypatch.setattr(group_sender, "_senders", {})
 
     def none() -> int:
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(torch.cuda, "current_device", none)
     with pytest.raises(UserError, match=r"'nccl' needs a CUDA device in every process that trains .*: use 'files'"):
-        nccl_sender.invite(Torch({}), 0, [1], True)
+        nccl_sender.SIDE.invite(Torch({}), 0, [1], True)
 
 
 def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
@@ -474,12 +476,13 @@ def test_handles_to_a_server_of_several_workers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "sender", [lambda: GPUSender(HANDLES, [], [1], lambda index, call: call), lambda: Broadcast(nccl_sender)]
+    "sender", [lambda: GPUSender(HANDLES, [], [1], lambda index, call: call), lambda: Broadcast(nccl_sender.SIDE)]
 )
 def test_the_trainer_waits_until_its_memory_has_been_read(
     sender: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, torch: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     assert sender().stage(SimpleNamespace(device_weights=list), 1).reads_trainer
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from areal_x.batching.packing import pack
-from areal_x.engines.vllm import probe
+from areal_x.engines.fleet import probe
+from areal_x.engines.fleet.proof.claims import Claiming, read_claims
+from areal_x.engines.fleet.proof.judge import judge, parsed
+from areal_x.engines.fleet.proof.prover import question
+from areal_x.engines.fleet.staging import StagedFiles
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.scorer import ServerScorer
-from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.backends import create_trainer
@@ -23,6 +25,7 @@ from areal_x.protocols.engine import Completion, EngineError, Request, SamplingP
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Trajectory
+from tests.engines.vllm.test_vllm_scorer import scorer_on
 from tests.servers import Run
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
@@ -95,6 +98,23 @@ def test_what_the_server_says_of_its_tokens_is_what_the_trainer_says(published: 
         np.testing.assert_allclose(completion.logprobs, trainer_logp(trainer, completion), atol=1e-4)
 
 
+def test_the_server_proves_the_adapter_in_its_slot(published: VLLMEngine, trainer: Trainer, run: Run) -> None:
+    current = published.stager.current
+    assert current is not None
+    claims = read_claims(current.folder)
+    assert claims is not None
+    assert claims.scale == LORA.scale
+    assert claims.tensors.keys() == dict(trainer.adapter()).keys()
+    verdict = judge(claims, [parsed(answer) for answer in run(published._clients[0].prove(question(claims)))])
+    assert (verdict.differences, verdict.unproved, verdict.dtypes) == ([], {}, {})
+    train(trainer, 1)
+    newer = Claiming(claims.version, claims.full, scale=LORA.scale)
+    for name, tensor in trainer.adapter():
+        newer.add(name, tensor)
+    verdict = judge(newer.done(), [parsed(answer) for answer in run(published._clients[0].prove(question(claims)))])
+    assert {words.split()[0] for words in verdict.differences} == claims.tensors.keys()
+
+
 def test_a_known_prompt_is_asked_beside_running_requests(published: VLLMEngine, trainer: Trainer, run: Run) -> None:
     prompt, name = probe.probe_prompt(40, published.context), f"policy-{trainer.version}"
 
@@ -120,7 +140,7 @@ def test_a_server_with_adapters_is_refused_as_a_reference(published: VLLMEngine,
     with pytest.raises(
         UserError, match=r"has adapters enabled, and .*engine .*dies.*: start a separate server without --enable-lora"
     ):
-        ServerScorer([server.url], server.key, load_tokenizer(tiny_model_dir))
+        scorer_on([server.url], server.key, load_tokenizer(tiny_model_dir))
 
 
 def test_a_request_in_flight_ends_on_its_own_version_which_then_goes(

@@ -27,7 +27,7 @@ def torch() -> Any:
 @pytest.fixture
 def ray(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("ray")
-    from tests.engines.vllm.local_ray import replace_ray
+    from tests.engines.fleet.local_ray import replace_ray
 
     monkeypatch.setattr(rdt_sender, "_sender", None)
     monkeypatch.setattr(rdt_sender, "missing_packages", lambda: "")

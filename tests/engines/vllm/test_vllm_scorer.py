@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from aiohttp import web
 from areal_x.algorithms.recipes import distill
 from areal_x.batching.packing import pack
 from areal_x.engines.embedded import EmbeddedConfig
-from areal_x.engines.vllm.addresses import server_urls
+from areal_x.engines.fleet.addresses import server_urls
+from areal_x.engines.fleet.scorer import CONCURRENCY, PROBE, ServerScorer
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.responses import scores_from
-from areal_x.engines.vllm.scorer import CONCURRENCY, PROBE, ServerScorer
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf.tokenizer import load_tokenizer
@@ -43,6 +44,10 @@ def packed(sequences: Sequence[Sequence[int]], row_length: int, rows_multiple: i
     arrays = [np.asarray(tokens, np.int32) for tokens in sequences]
     nothing = np.zeros(0, np.float32)
     return pack([Trajectory.from_completion(t, nothing, nothing, nothing) for t in arrays], row_length, rows_multiple).batch
+
+
+def scorer_on(urls: Sequence[str], key: str | None, tokenizer: Any) -> ServerScorer:
+    return ServerScorer([partial(VLLMClient, url, key) for url in urls], tokenizer)
 
 
 # ---- a real server
@@ -70,7 +75,7 @@ def test_a_server_says_what_a_trainer_of_its_model_says(
     batch = packed([rng.integers(2, 40, n) for n in (1, 2, 64, 17, 5, 30, 1, 40, 23)], 64, rows_multiple=4)
     assert batch.segment_ids.max() > 2
     assert (batch.segment_ids[-1] == 0).all()
-    scorer = ServerScorer([served[0]], served[1], load_tokenizer(tiny_model_dir))
+    scorer = scorer_on([served[0]], served[1], load_tokenizer(tiny_model_dir))
     np.testing.assert_allclose(scorer.logprobs(batch), trainer.logprobs(batch), atol=1e-4)
 
 
@@ -81,7 +86,7 @@ def test_a_prompts_logprobs_are_those_of_temperature_1_whatever_is_asked_for(ser
         client = VLLMClient(*served)
         try:
             body = {"model": "policy", "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, **sampling}
-            return scores_from(await client._call("POST", "/v1/completions", body), tokens)
+            return scores_from(await client.calls.json("POST", "/v1/completions", body), tokens)
         finally:
             await client.close()
 
@@ -94,7 +99,7 @@ def test_a_prompts_logprobs_are_those_of_temperature_1_whatever_is_asked_for(ser
 def test_a_sequence_as_long_as_the_servers_context_is_refused_and_one_less_is_scored(
     served: tuple[str, str], tiny_model_dir: Path
 ) -> None:
-    scorer = ServerScorer([served[0]], served[1], load_tokenizer(tiny_model_dir))
+    scorer = scorer_on([served[0]], served[1], load_tokenizer(tiny_model_dir))
     assert (scorer.logprobs(packed([[3] * 255], 256))[0, 1:255] < 0).all()
     with pytest.raises(UserError, match=r"of 256 tokens does not fit .*--max-model-len 257 or more \(it has 256\)"):
         scorer.logprobs(packed([[3] * 256], 256))
@@ -103,7 +108,7 @@ def test_a_sequence_as_long_as_the_servers_context_is_refused_and_one_less_is_sc
 @pytest.mark.server
 @pytest.mark.xdist_group("vllm")
 def test_tokens_outside_the_servers_vocabulary_are_named(served: tuple[str, str], tiny_model_dir: Path) -> None:
-    scorer = ServerScorer([served[0]], served[1], load_tokenizer(tiny_model_dir))
+    scorer = scorer_on([served[0]], served[1], load_tokenizer(tiny_model_dir))
     with pytest.raises(EngineError, match="Token id 999 is out of vocabulary"):
         scorer.logprobs(packed([[3, 999, 4]], 8))
 
@@ -216,7 +221,7 @@ def serve(tiny_model_dir: Path, run: Run) -> Iterator[Callable[..., Serving]]:
 
 
 def score(servers: Sequence[Serving], batch: Batch) -> np.ndarray:
-    return ServerScorer([server.url for server in servers], "key", servers[0].fake.tokenizer).logprobs(batch)
+    return scorer_on([server.url for server in servers], "key", servers[0].fake.tokenizer).logprobs(batch)
 
 
 def test_answers_lie_where_their_tokens_lie(serve: Callable[..., Serving]) -> None:
@@ -249,7 +254,7 @@ def test_each_request_goes_to_the_server_with_the_fewest_and_none_has_more_than_
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = servers = [serve(), serve()]
-    scorer = ServerScorer([server.url for server in servers], "key", first.fake.tokenizer)
+    scorer = scorer_on([server.url for server in servers], "key", first.fake.tokenizer)
     asked: Counter[str] = Counter()
 
     async def main() -> list[np.ndarray]:
@@ -286,7 +291,7 @@ def test_it_can_be_asked_where_an_event_loop_runs(serve: Callable[..., Serving])
 
 def test_an_interrupt_aborts_the_requests_and_leaves_no_thread(serve: Callable[..., Serving]) -> None:
     server = serve(held=True)
-    scorer = ServerScorer([server.url], "key", server.fake.tokenizer)
+    scorer = scorer_on([server.url], "key", server.fake.tokenizer)
 
     def interrupt() -> None:
         while not server.fake.prompts:
@@ -304,7 +309,7 @@ def test_an_interrupt_aborts_the_requests_and_leaves_no_thread(serve: Callable[.
 
 def test_a_server_that_is_gone_is_named(serve: Callable[..., Serving]) -> None:
     servers = [serve(), serve()]
-    scorer = ServerScorer([server.url for server in servers], "key", servers[0].fake.tokenizer)
+    scorer = scorer_on([server.url for server in servers], "key", servers[0].fake.tokenizer)
     servers[1].stop()
     with pytest.raises(EngineError, match=f"no vLLM server answers at {servers[1].url}"):
         scorer.logprobs(packed([[5, 6], [7, 8]], 4))
@@ -312,19 +317,19 @@ def test_a_server_that_is_gone_is_named(serve: Callable[..., Serving]) -> None:
 
 def test_a_server_that_was_never_there_ends_the_start(serve: Callable[..., Serving]) -> None:
     with pytest.raises(UserError, match=r"no vLLM server answers at http://127\.0\.0\.1:1"):
-        ServerScorer(["http://127.0.0.1:1"], None, serve().fake.tokenizer)
+        scorer_on(["http://127.0.0.1:1"], None, serve().fake.tokenizer)
 
 
 def test_a_server_that_wants_another_key_is_one_sentence(serve: Callable[..., Serving]) -> None:
     server = serve()
     with pytest.raises(UserError, match=r"refused the key: .* vllm\.key_variable"):
-        ServerScorer([server.url], "another", server.fake.tokenizer)
+        scorer_on([server.url], "another", server.fake.tokenizer)
 
 
 def test_an_address_with_a_path_is_told_from_a_server(serve: Callable[..., Serving]) -> None:
     server = serve()
     with pytest.raises(UserError, match=r"does not offer /v1/models .* address without a path"):
-        ServerScorer([server.url + "/v1"], "key", server.fake.tokenizer)
+        scorer_on([server.url + "/v1"], "key", server.fake.tokenizer)
 
 
 def test_a_model_of_other_tokens_is_refused(serve: Callable[..., Serving], tmp_path: Path) -> None:
@@ -332,7 +337,7 @@ def test_a_model_of_other_tokens_is_refused(serve: Callable[..., Serving], tmp_p
     other = load_tokenizer(tmp_path)
     assert len(other) == len(serve().fake.tokenizer)
     with pytest.raises(UserError, match="serves 'model', which tokenises text differently"):
-        ServerScorer([serve().url], "key", other)
+        scorer_on([serve().url], "key", other)
 
 
 def test_a_server_that_takes_adapters_is_refused_where_it_shows(serve: Callable[..., Serving]) -> None:
@@ -340,7 +345,7 @@ def test_a_server_that_takes_adapters_is_refused_where_it_shows(serve: Callable[
     score([serve(metrics="# TYPE vllm:num_requests_running gauge\n")], batch)
     for shown in ({"parent": "model"}, {"metrics": "# TYPE vllm:lora_requests_info gauge\n"}):
         with pytest.raises(UserError, match=r"has adapters enabled, and .*engine .*dies"):
-            ServerScorer([serve(**shown).url], "key", serve().fake.tokenizer)
+            scorer_on([serve(**shown).url], "key", serve().fake.tokenizer)
 
 
 def test_the_probe_holds_what_a_tokenizer_may_split_differently(tiny_model_dir: Path) -> None:

@@ -16,12 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_x.engines.vllm import server as servers
-from areal_x.engines.vllm.addresses import LOOPBACK, url_of
+from areal_x.engines.fleet import server as servers
+from areal_x.engines.fleet.addresses import LOOPBACK, url_of
+from areal_x.engines.fleet.config import default_threads
+from areal_x.engines.fleet.server import reserve, start
+from areal_x.engines.fleet.server_log import failure_in
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.installed import default_threads
-from areal_x.engines.vllm.server import Launch, command, environment, reserve, start
-from areal_x.engines.vllm.server_log import failure_in
+from areal_x.engines.vllm.dialects import Dialect
+from areal_x.engines.vllm.server import Launch, command, environment
 from areal_x.errors import ConfigError
 
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3, threads=2)
@@ -52,6 +54,13 @@ def test_only_a_cpu_server_is_told_what_to_do_with_threads_and_precision() -> No
     assert not {"--enforce-eager", "--dtype"} & set(command(LAUNCH, 1, cpu=False))
 
 
+def test_a_server_that_sleeps_is_told_so_except_on_a_cpu_where_the_plugin_does_it() -> None:
+    sleeps = replace(LAUNCH, sleeps=True)
+    assert "--enable-sleep-mode" in command(sleeps, 1, cpu=False)
+    assert "--enable-sleep-mode" not in command(sleeps, 1, cpu=True)
+    assert "--enable-sleep-mode" not in command(LAUNCH, 1, cpu=False)
+
+
 def test_a_server_that_records_experts_runs_what_can_and_one_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = replace(LAUNCH, experts=True)
     assert "--enable-return-routed-experts" in command(launch, 1, cpu=False)
@@ -60,6 +69,12 @@ def test_a_server_that_records_experts_runs_what_can_and_one_on_a_cpu_is_refused
     monkeypatch.setattr("areal_x.engines.vllm.server.is_cpu_build", lambda: True)
     with pytest.raises(ConfigError, match=r"trainer\.replay_experts = True .* needs a GPU"):
         start(launch)
+
+
+def test_a_server_that_reports_kept_tokens_runs_the_model_runner_that_can() -> None:
+    assert environment(replace(LAUNCH, kept=True), "", cpu=False)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    chosen = environment(LAUNCH, "", cpu=False).get("VLLM_USE_V2_MODEL_RUNNER")
+    assert chosen == os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
 
 
 def test_a_server_sees_the_devices_that_it_is_given_whatever_their_kind() -> None:
@@ -77,7 +92,7 @@ def test_servers_together_get_at_most_half_the_cores_unless_they_are_more_than_t
 
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"vllm\.port = \d+ .* free port"):
-        reserve(LOOPBACK, taken.getsockname()[1])
+        reserve(LOOPBACK, taken.getsockname()[1], "vllm.port")
 
 
 def test_a_reserved_port_is_free_for_the_server_and_for_nobody_else() -> None:
@@ -104,17 +119,17 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 
 
 def test_nobody_takes_a_servers_port_while_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(launch: Launch, port: int, cpu: bool) -> list[str]:
+    def slow(launch: Launch, port: int, cpu: bool, dialect: Dialect) -> list[str]:
         return [sys.executable, "-c", SLOW, str(port), str(tmp_path / "imported")]
 
-    monkeypatch.setattr(servers, "command", slow)
+    monkeypatch.setattr("areal_x.engines.vllm.server.command", slow)
     server = start(replace(LAUNCH, log=tmp_path / "log", staging=tmp_path / "staging"))
     try:
         address = "127.0.0.1", int(server.url.rpartition(":")[2])
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
             stranger.bind(address)
         (tmp_path / "imported").touch()
-        asyncio.run(servers.wait_until_ready(server, "the server", 60, lambda line: None))
+        asyncio.run(servers.wait_until_ready(server, LAUNCH, "the server", 60, lambda line: None))
         assert server.reserved is not None
         assert server.reserved.fileno() == -1  # let go of
     finally:
@@ -164,7 +179,7 @@ import json, os, subprocess, sys
 from areal_x.runtime import guard
 folder, family = sys.argv[1:]
 command = [sys.executable, "-c", family, family]
-words = guard.command("areal_x.engines.vllm.watchdog", os.getpid(), folder, command, 0.2, flags=("-I",))
+words = guard.command("areal_x.engines.fleet.watchdog", os.getpid(), folder, command, 0.2, flags=("-I",))
 process = subprocess.Popen(words, start_new_session=True)
 print(process.pid, flush=True)
 process.wait()

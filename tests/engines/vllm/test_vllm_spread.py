@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from areal_x.engines.vllm import dispatcher, fleet, stager, staging
+from areal_x.engines.fleet import dispatcher, fleet, stager, staging
+from areal_x.engines.fleet.failures import ServerFailed, ServerLost
+from areal_x.engines.fleet.manifest import shards
+from areal_x.engines.fleet.proof.claims import Claiming
+from areal_x.engines.fleet.staging import NoRoom, StagedFiles
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.failures import ServerFailed, ServerLost
-from areal_x.engines.vllm.loading import shards
-from areal_x.engines.vllm.staging import NoRoom, StagedFiles
 from areal_x.errors import UserError
+from areal_x.hf.model_dir import read_tensors
 from areal_x.hf.weight_copy import write_shards
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.runtime import waits
@@ -36,8 +39,9 @@ URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3")
 class Told:
     """A server, in place of its client. holds: its version. dead: it answers nothing. held: requests wait until they are let
     go. frozen: a pause never ends. offset: how far what it says of a prompt is from what a right server says. error and
-    swap_error: what it answers to each request and swap. so_far: tokens of each held request when
-    it hands them over."""
+    swap_error: what it answers to each request and swap. stale: a tensor of which it has other numbers than it was given.
+    proved: the version of each proof, whether of whole tensors, and whether it was paused. so_far: tokens of each held request
+    when it hands them over."""
 
     def __init__(self, url: str) -> None:
         self.url, self.holds, self.dead, self.held = url, 0, False, False
@@ -46,10 +50,15 @@ class Told:
         self.served: list[tuple[list[int], int]] = []
         self.pauses, self.handing, self.so_far = 0, False, 2
         self.paused, self.frozen, self.torn, self.door_is_open = False, False, False, False
+        self.stale, self.proof_error, self.proved = "", None, []
+        self.folder = Path()
 
     def _alive(self) -> None:
         if self.dead:
             raise ServerLost(f"no vLLM server answers at {self.url}")
+
+    async def negotiate(self, ours: bool) -> None:
+        self._alive()
 
     async def generate(
         self,
@@ -57,6 +66,7 @@ class Told:
         sampling: SamplingParams,
         model: str,
         experts: bool,
+        kept: bool,
         stop: tuple[str, ...],
         features: object,
     ) -> Completion:
@@ -119,7 +129,7 @@ class Told:
 
     async def update_weights(self, info: Any) -> None:
         assert self.paused
-        self.torn = True
+        self.torn, self.folder = True, Path(info["folder"])
         if self.swap_error is not None:
             raise self.swap_error
         self.torn = False
@@ -130,6 +140,23 @@ class Told:
     async def probe(self, model: str, tokens: list[int]) -> np.ndarray:
         self._alive()
         return np.full(len(tokens), self.offset - self.holds, np.float32)
+
+    async def prove(self, question: str) -> list[Any]:
+        """As a worker that has what the folder has, except of the tensor `stale`."""
+        if self.proof_error is not None:
+            raise self.proof_error
+        asked = json.loads(question)
+        self.proved.append((asked["version"], asked["full"], self.paused))
+        claiming = Claiming(asked["version"], asked["full"])
+        for name, x in read_tensors(self.folder):
+            assert asked["tensors"][name] == list(x.shape)
+            claiming.add(name, x * 2 if name == self.stale else x)
+        parts = [
+            [name, name, [[0, size] for size in claim.shape], kind, [sums.plain, sums.placed]]
+            for name, claim in claiming.done().tensors.items()
+            for kind, sums in claim.sums.items()
+        ]
+        return [{"parts": parts, "unproved": {}, "wrong": {}}]
 
     async def init_weight_transfer(self, info: Any) -> None: ...
 
@@ -147,7 +174,7 @@ def trying(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fleet, "FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(fleet, "LONGEST_RETRY_SECONDS", 0.02)
     told = {url: Told(url) for url in URLS}
-    monkeypatch.setattr("areal_x.engines.vllm.replica.VLLMClient", lambda url, key, transfer: told[url])
+    monkeypatch.setattr("areal_x.engines.vllm.engine.VLLMClient", lambda url, key, transfer: told[url])
     lines: list[str] = []
 
     def run(attempt: Try, servers: int = 2, **settings: Any) -> list[str]:
@@ -576,7 +603,7 @@ def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
         await publish(engine, tiny_model_dir, 3)
         await until(lambda: len(engine.fleet.serving()) == servers - 1)
         if servers == 1:
-            with pytest.raises(EngineError, match=r"no vLLM server is left: .* from the trainer's \(vllm\.drift\)"):
+            with pytest.raises(EngineError, match=r"no server is left: .* from the trainer's \(vllm\.drift\)"):
                 await engine.generate(REQUEST)
         else:
             assert len((await engine.generate(REQUEST)).tokens) == 4
@@ -664,7 +691,7 @@ def test_a_string_that_ends_a_completion_is_looked_for_by_one_server(trying: Cal
 def test_what_a_leaving_server_does_not_give_back_is_generated_anew(
     how: str, trying: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_x.engines.vllm.supervisor.HAND_OVER_SECONDS", 0.1)
+    monkeypatch.setattr("areal_x.engines.fleet.supervisor.HAND_OVER_SECONDS", 0.1)
 
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         first = told[0]
@@ -815,3 +842,95 @@ def test_a_request_that_is_wanted_no_longer_leaves_nothing(trying: Callable[...,
         assert engine.supervisor._calls == set()
 
     trying(attempt)
+
+
+# ---- proofs
+
+STALE = "model.layers.1.self_attn.k_proj.weight"
+DIFFERS = rf"does not use the weights of version 2: {STALE} has other numbers"
+
+
+@pytest.mark.loses(rf":2 was quarantined: .*:2 {DIFFERS}")
+@pytest.mark.parametrize("waves", [1, 3])
+def test_a_server_that_does_not_use_the_published_weights_is_quarantined_before_it_goes_on(
+    waves: int, trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        told[1].held, told[1].stale = True, STALE
+        tasks = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(6)]
+        await until(lambda: len(told[1].waiting) == 2)
+        await publish(engine, tiny_model_dir, 2)
+        assert [server.paused for server in told] == [False, True, False]  # it never goes on
+        done = await asyncio.gather(*tasks)
+        assert len(done) == 6
+        assert engine.version == 2
+        assert {server.url for server in told if server.url in " ".join(engine.fleet.serving())} == {URLS[0], URLS[2]}
+
+    trying(attempt, servers=3, waves=waves)
+
+
+@pytest.mark.loses(rf":1 was quarantined: .*:1 {DIFFERS}")
+def test_if_no_server_uses_the_published_weights_the_publication_fails_with_the_tensors_name(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        told[0].stale = STALE
+        with pytest.raises(EngineError, match=DIFFERS):
+            await publish(engine, tiny_model_dir, 2)
+        assert engine.version == 1
+        with pytest.raises(EngineError, match=f"no server is left: .* {DIFFERS}"):
+            await engine.generate(REQUEST)
+
+    trying(attempt, servers=1)
+
+
+@pytest.mark.loses(r":1 is lost", rf":1 was quarantined: .* {DIFFERS}")
+def test_a_server_that_comes_back_proves_its_weights_before_it_serves(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 2)
+        told[0].dead, told[0].stale = True, STALE
+        await until(lambda: len(engine.fleet.serving()) == 1)
+        told[0].dead = False
+        await until(
+            lambda: any("was quarantined" in m.reason or m.state.value == "quarantined" for m in engine.fleet.members.values())
+        )
+        assert told[0].served == []
+
+    trying(attempt)
+
+
+def test_whole_tensors_are_proved_at_first_and_then_at_every_so_many_publications_while_the_server_is_paused(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        for version in range(1, 8):
+            await publish(engine, tiny_model_dir, version)
+        assert told[0].proved == [(version, version in (1, 4, 7), True) for version in range(1, 8)]
+
+    assert len(trying(attempt, servers=1, prove_every=3)) <= 1
+
+
+def test_without_proofs_no_server_is_asked_for_one(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        assert told[0].proved == []
+
+    trying(attempt, servers=1, prove_every=0)
+
+
+def test_a_server_that_cannot_prove_its_weights_is_reported_once_and_serves(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        told[0].proof_error = ServerFailed("it has no such method")
+        for version in (1, 2):
+            await publish(engine, tiny_model_dir, version)
+        assert (await engine.generate(REQUEST)).versions.tolist() == [2] * 4
+
+    lines = [line for line in trying(attempt, servers=1) if "cannot prove" in line]
+    assert len(lines) == 1
+    assert "cannot prove its weights: it has no such method; only its log-probabilities" in lines[0]

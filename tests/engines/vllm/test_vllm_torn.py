@@ -15,15 +15,16 @@ import numpy as np
 import psutil
 import pytest
 
+from areal_x.engines.fleet.manifest import MANIFEST
+from areal_x.engines.fleet.replica import ExternalServer
+from areal_x.engines.fleet.staging import CopiedWeights, StagedFiles
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.loading import MANIFEST
-from areal_x.engines.vllm.staging import CopiedWeights, StagedFiles
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.testing.models import write_model
 from tests.engines.conformance import expected_logprobs
-from tests.engines.vllm.watching import LOGS, Watch
+from tests.engines.fleet.watching import LOGS, Watch
 from tests.servers import Run, Weights
 from tests.thorough import thorough
 
@@ -143,7 +144,8 @@ def test_a_server_whose_update_broke_off_draws_nothing_until_it_has_whole_weight
     staged = damaged(engine.stage(Weights(other_tied_dir, 2)), how)
 
     async def break_off() -> list[Completion]:
-        client = VLLMClient(replica.origin.url, replica.origin.key)
+        assert isinstance(replica.origin, ExternalServer)
+        client = replica.origin.connect()
         # One of somebody else, which stays with the server through all of it, and one of the engine, which is drawn again.
         running = [asyncio.create_task(client.generate(LONG.tokens, LONG.sampling)), asyncio.create_task(engine.generate(LONG))]
         await engine.generate(SHORT)

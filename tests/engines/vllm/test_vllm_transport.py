@@ -13,7 +13,7 @@ import pytest
 from areal_x.engines.vllm import transports
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.server import UNPICKLE, Launch, command, environment
-from areal_x.engines.vllm.transports import check_machine, check_run, trainer_gpu
+from areal_x.engines.vllm.transports import check_machine, check_run, trainer_device
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
@@ -62,7 +62,7 @@ def test_adapters_and_handles_beside_a_cluster_are_refused() -> None:
     pytest.importorskip("areal_x_torch")
     check_run(NCCL, "torch", here=True, lora_rank=0)
     check_run(HANDLES, "torch", here=True, lora_rank=0)
-    with pytest.raises(ConfigError, match=r"vllm\.devices = \(\) .* each server's GPUs, none of them the trainer's"):
+    with pytest.raises(ConfigError, match=r"vllm\.devices = \(\) .* each server's devices, none of them the trainer's"):
         check_run(VLLMConfig(transport="nccl"), "torch", here=True, lora_rank=0)
     check_run(VLLMConfig(transport="nccl"), "torch", here=False, lora_rank=0)  # Ray gives each server its GPUs
     with pytest.raises(ConfigError, match=r"vllm\.transport = 'nccl' .* 'files' with adapters"):
@@ -132,7 +132,7 @@ def test_a_machine_without_cuda_is_refused_before_a_model_is_loaded(
     ("config", "words"),
     [
         (NCCL, None),
-        (replace(NCCL, devices=("2,4",)), r"vllm\.devices = \('2,4',\) .* other GPUs than 4, the trainer's"),
+        (replace(NCCL, devices=("2,4",), tensor=2), r"vllm\.devices = \('2,4',\) .* other devices than 4, the trainer's"),
         (HANDLES, None),
         (replace(HANDLES, devices=("4",)), None),
         (replace(HANDLES, devices=("0",)), r"vllm\.devices = \('0',\) .* \('4',\), the trainer's own GPU"),
@@ -143,7 +143,7 @@ def test_a_broadcast_takes_each_gpu_once_and_handles_are_of_one(
 ) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(transports, "find_spec", lambda name: object())
     monkeypatch.setattr(transports, "is_cpu_build", lambda: False)
@@ -159,7 +159,7 @@ def test_a_broadcast_takes_each_gpu_once_and_handles_are_of_one(
 
 def test_without_a_list_of_visible_gpus_their_names_are_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert trainer_gpu(3) == "3"
+    assert trainer_device(3, "CUDA_VISIBLE_DEVICES") == "3"
 
 
 # ---- how servers are started
