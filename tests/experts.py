@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_x.batching.packing import pack
-from areal_x.types import Batch
+from areal_x.batching.packing import Packed, pack
+from areal_x.types import Batch, Trajectory
 from tests.models import log_softmax, reference_model, trajectories
 
 # Recordings that do not fit a model of two layers that choose two of four experts: their shape per token, their largest number,
@@ -41,8 +42,11 @@ def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) 
             logits, _, chosen = routed
             given = torch.tensor(experts[:, layer]).long()
             chosen = torch.where(given >= 0, given, chosen)
-            weights = torch.softmax(logits, -1).gather(-1, chosen)
-            return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+            sigmoid = hasattr(router, "e_score_correction_bias")
+            weights = (torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)).gather(-1, chosen)
+            if router.norm_topk_prob:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights * router.routed_scaling_factor if sigmoid else weights, chosen
 
         return hook
 
@@ -52,6 +56,16 @@ def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) 
     with torch.no_grad():
         logits = model(torch.tensor(tokens[None]).long()).logits[0].numpy()
     return np.append(0, log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]])
+
+
+def assert_replays(trainer: Any, free: Any, directory: Path, made: Sequence[Trajectory], packed: Packed) -> None:
+    """The trainer says of packed trajectories what transformers does with their recorded experts. free: another trainer, whose
+    routers choose."""
+    found = trainer.logprobs(packed.batch)
+    for one, said in zip(made, packed.gather(found), strict=True):
+        of_one = np.full((len(one), 2, 2), -1) if one.experts is None else one.experts
+        np.testing.assert_allclose(said, replayed_logprobs(directory, one.tokens, of_one), atol=1e-4)
+    assert np.abs(free.logprobs(packed.batch) - found).max() > 0.1
 
 
 def recorded(length: int, seed: int, count: int = 4, layers: int = 2) -> np.ndarray:

@@ -75,7 +75,7 @@ def tiny(model_type: str) -> PreTrainedConfig:
 # Settings of single architectures that the sizes above would make inconsistent.
 LATENT = {"num_key_value_heads": 4}  # keys and values of all heads come from one vector
 PADDED = {"pad_token_id": 0}
-UNSCALED = {"logit_scale": 1.0}
+SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.4, "logits_scaling": 4.0}
 SHARED_KV = {
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
@@ -83,7 +83,7 @@ SHARED_KV = {
 }
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), LATENT),
-    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), UNSCALED),
+    "granite": SCALED,
     "gemma3n_text": {**SHARED_KV, "intermediate_size": [48] * LAYERS, "activation_sparsity_pattern": [0.0] * LAYERS},
     "lfm2": {"layer_types": ["full_attention"] * LAYERS},
     "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS},
@@ -102,8 +102,7 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, x in model.named_parameters():
-        if "sink" not in name:
-            torch.nn.init.normal_(x, 1.0 if x.ndim == 1 and "norm" in name else 0.0, 0.2)
+        torch.nn.init.normal_(x, 1.0 if x.ndim == 1 and ("norm" in name or "sink" in name) else 0.0, 0.2)
     return model
 
 

@@ -15,6 +15,7 @@ from areal_x.protocols.backends import create_trainer, find_backend
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.testing.models import write_model
 from tests.models import SIZES, write_config
+from tests.thorough import further
 
 MULTI_HEAD_LATENT = {
     **SIZES,
@@ -108,6 +109,15 @@ def test_a_damaged_model_is_one_sentence(damage: str, backend: str, tmp_path: Pa
     both_refuse(backend, tmp_path, says)
 
 
+def test_a_directory_without_weights_is_checked_by_its_config_alone(backend: str, tmp_path: Path) -> None:
+    """As `check` finds a model of the hub."""
+    (write_model(tmp_path) / WEIGHTS).unlink()
+    find_backend(backend).load().check(TrainerConfig(ModelConfig(str(tmp_path))))
+    changed(layer_types=["mamba", "full_attention"])(tmp_path)
+    with pytest.raises(UserError, match=r"linear.attention"):
+        find_backend(backend).load().check(TrainerConfig(ModelConfig(str(tmp_path))))
+
+
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: write_config(UNTRAINED[name], tmp_path_factory.mktemp(name)))
@@ -123,3 +133,117 @@ def test_a_llama_4_that_sees_is_named(backend: str, tmp_path: Path) -> None:
         tmp_path, architectures=["Llama4ForConditionalGeneration"], model_type="llama4", vision_config={}, text_config={}
     )
     both_refuse(backend, tmp_path, "llama4|Llama4ForConditionalGeneration")
+
+
+# What a family's parts are called, in both backends.
+PARTS = {
+    "deepseek_v32": "multi-head latent attention and attention to selected keys",
+    "deepseek_v3": "multi-head latent attention",
+    "glm_moe_dsa": "multi-head latent attention",
+    "llama4": "images",
+    "llama4_text": "attention in chunks",
+    "qwen3_next": "gated delta rule layers",
+    "qwen3_5": "gated delta rule layers",
+    "gemma3": "images",
+    "mamba": "state-space layers",
+    "mamba2": "state-space layers",
+    "falcon_h1": "state-space layers",
+    "rwkv": "recurrent layers",
+    "recurrent_gemma": "recurrent layers",
+    "lfm2": "convolutions over tokens",
+    "minimax": "linear attention layers",
+    "t5": "an encoder beside its decoder",
+    "bart": "an encoder beside its decoder",
+    "whisper": "an encoder beside its decoder",
+    "qwen2_audio": "audio",
+    "clip": "images",
+}
+# Configs that cannot be made without a network, further packages or their parts' own configs.
+UNMADE = {
+    *("edgetam", "edgetam_vision_model", "encoder-decoder", "musicgen", "musicgen_melody", "nougat", "pe_audio_video", "rag"),
+    *("pe_audio_video_encoder", "pe_video", "pe_video_encoder", "speech-encoder-decoder", "vision-encoder-decoder"),
+    "vision-text-dual-encoder",
+}
+
+
+@cache
+def default_config(model_type: str) -> dict[str, Any]:
+    """The config.json of transformers' default model of a type, with the architecture that generates text, if it has one."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto as auto
+
+    config: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    names = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    return config | {"architectures": [names[model_type]] if model_type in names else None}
+
+
+def refusals(look: Callable[[dict[str, Any]], Any], of_language: bool) -> dict[str, str]:
+    """Returns why each of transformers' model types that a backend refuses is refused. of_language: only types that generate
+    text, from text or images."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto as auto
+
+    every = set(CONFIG_MAPPING.keys())
+    writes = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *PARTS}
+    found = {}
+    for model_type in ((every & writes) if of_language else every) - UNMADE:
+        try:
+            look(default_config(model_type))
+        except UserError as error:
+            found[model_type] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("of_language", [True, *further(False)])
+def test_every_model_type_of_transformers_can_be_trained_or_is_refused_in_a_sentence(of_language: bool, backend: str) -> None:
+    """At the level of the config: what torch finds out with a dummy model has a test of its own."""
+    if backend == "jax":
+        from areal_x_jax.architecture import read_architecture as look
+        from areal_x_jax.families import FAMILIES
+
+        trained = {family.model_type for family in FAMILIES.values()}
+    else:
+        from areal_x_torch.loading import check_kind
+
+        def look(config: dict[str, Any]) -> Any:
+            check_kind(Path("here"), config)
+
+        trained = {"gpt2", "qwen3", "llama", "olmo3", "mixtral", "qwen3_vl", "qwen2_5_vl"}
+    found = refusals(look, of_language)
+    assert not trained & found.keys()
+    assert not [words for words in found.values() if "\n" in words or len(words) > 1000]
+    wrong = {name: found[name] for name, part in PARTS.items() if name in found and part not in found[name]}
+    assert not wrong
+
+
+@pytest.mark.thorough
+def test_every_causal_model_of_transformers_can_be_trained_with_torch_or_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    import areal_x_torch
+    from tests.families import tiny
+
+    found = {}
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if model_type in UNMADE:
+            continue
+        directory = tmp_path / model_type
+        try:
+            config = tiny(model_type)
+        except Exception:  # its parts' sizes go together in ways of their own
+            continue
+        config.architectures = [name]
+        config.save_pretrained(directory)
+        try:
+            areal_x_torch.check(TrainerConfig(ModelConfig(str(directory))))
+        except UserError as error:
+            found[model_type] = str(error)
+    assert not [words for words in found.values() if "\n" in words]
+    wrong = {name: found[name] for name, part in PARTS.items() if name in found and part not in found[name]}
+    assert not wrong
+    assert len(found) < len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) / 2

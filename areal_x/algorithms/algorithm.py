@@ -6,15 +6,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from areal_x.algorithms import proximal
+from areal_x.algorithms.arrays import lift, masked, stop_gradient
 from areal_x.algorithms.losses import summands
 from areal_x.algorithms.parts import RecipeCall, unwrapped
-from areal_x.algorithms.validation import validate_parts
+from areal_x.algorithms.validation import host_only, validate_parts
 from areal_x.errors import ConfigError, at_least, function_name, one_of
 from areal_x.types import Array, Batch, Divergence, Group, Loss, LossTerms, Policy, evaluate_loss
 
@@ -58,12 +59,15 @@ class Algorithm:
     corrections: Correction | None = None
     """`(log_ratio, mask, segment_ids) → [rows, length]`, multiplied into the weights to correct for
     off-policy samples; log_ratio is proximal - behavior. With `proximal` "behavior" it would be 0
-    everywhere, so the proximal policy is then recomputed."""
+    everywhere, so the proximal policy is then recomputed. A function of your own gets numpy arrays
+    of a whole optimizer step, but with `proximal` "interpolate" the trainer's, of one
+    micro-batch."""
 
     proximal: str = "behavior"
     """The policy that importance ratios are taken against: "behavior", the one that sampled the
-    token; "recompute", the trainer's own before the step; "interpolate", between behavior and
-    current policy by the token's age (`areal_x.algorithms.proximal`)."""
+    token; "recompute", the trainer's own before the step, which costs a forward pass only where
+    `extra_pass` gives a reason; "interpolate", between behavior and current policy by the token's
+    age (`areal_x.algorithms.proximal`)."""
 
     filters: tuple[Filter, ...] = ()
     """Functions `(group) → bool`. A group that one of them rejects is not trained on but replaced
@@ -132,12 +136,41 @@ class Algorithm:
             )
         validate_parts(self)
 
-    def step_loss(self) -> Loss:
-        """The loss that the trainer minimises: with `proximal` "interpolate", the recipe's own
-        around the interpolated policy."""
-        if self.proximal != "interpolate":
-            return self.loss
-        return InterpolatedLoss(self.loss, self.corrections)
+    def extra_pass(self, minibatches: int = 1) -> str:
+        """Returns the reason why a forward pass before the step must compute the proximal policy's
+        log-probabilities; "" if none is needed. minibatches: optimizer steps per batch.
+
+        While the gradients of a single optimizer step are computed, in any number of micro-batches,
+        the trained policy is still the one before the step.
+        """
+        if self.proximal != "recompute":
+            return ""
+        if minibatches > 1:
+            return f"of the {minibatches} optimizer steps on a batch, the first changes the policy"
+        return self._on_host
+
+    @cached_property
+    def _on_host(self) -> str:
+        """The reason why the corrections must be called on the host; "" if there is none. They are
+        tried to find out, and every step asks."""
+        return "" if self.corrections is None else host_only(self.corrections)
+
+    def uses_own_pass(self, minibatches: int = 1) -> bool:
+        """True if the proximal policy's log-probabilities are those of the step's own forward
+        pass."""
+        return self.proximal == "recompute" and not self.extra_pass(minibatches)
+
+    def step_loss(self, own_pass: bool = False) -> Loss:
+        """The loss that the trainer minimises: the recipe's own, around a proximal policy that is
+        computed inside the loss with `proximal` "interpolate" or with own_pass.
+
+        own_pass: the batch was made for the step's own forward pass (see `uses_own_pass`).
+        """
+        if own_pass:
+            return AnchoredLoss(self.loss, self.corrections, trained_policy)
+        if self.proximal == "interpolate":
+            return AnchoredLoss(self.loss, self.corrections, interpolated_policy)
+        return self.loss
 
     def rebuilt(self) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
         """Yields the recipe and the arguments that make an equal algorithm; nothing if none do."""
@@ -162,6 +195,9 @@ class Algorithm:
         ]
         lines = [f"{self.name}" + (f" (arXiv {self.source})" if self.source else "")]
         lines += [f"  proximal policy: {PROXIMAL_IN_WORDS[self.proximal]}"]
+        if self.proximal == "recompute":
+            reason = self.extra_pass() or "only with several train.minibatches"
+            lines += [f"  forward pass before the step: {reason}"]
         lines += (
             [f"  per-token reward: reward - {self.reward_kl:g} · (behavior - reference)"]
             if self.reward_kl
@@ -180,22 +216,33 @@ PROXIMAL_IN_WORDS = {
 }
 
 
+def trained_policy(policy: Policy, batch: Batch) -> Array:
+    """sg(logp): during the only optimizer step on a batch, the policy before the step."""
+    return stop_gradient(lift(policy.logp))
+
+
+def interpolated_policy(policy: Policy, batch: Batch) -> Array:
+    ages: Array = batch.ages
+    return proximal.interpolate(policy.logp, batch.behavior_logp, -ages, 0)
+
+
 @dataclass(frozen=True)
-class InterpolatedLoss:
-    """A loss whose proximal policy lies between the behavior and the current policy. It is computed
-    inside the loss, from the current log-probabilities."""
+class AnchoredLoss:
+    """A loss whose proximal policy is computed inside it, from the current log-probabilities, and so
+    are the corrections: once for each micro-batch."""
 
     loss: Loss
     corrections: Correction | None
 
+    anchor: Callable[[Policy, Batch], Array]
+    """`(policy, batch) → [rows, length]`: the proximal policy's log-probabilities, as constants."""
+
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
-        ages: Array = batch.ages
-        between = proximal.interpolate(policy.logp, batch.behavior_logp, -ages, 0)
-        terms, metrics = evaluate_loss(self.loss, policy, batch.replace(proximal_logp=between))
+        anchor = self.anchor(policy, batch)
+        terms, metrics = evaluate_loss(self.loss, policy, batch.replace(proximal_logp=anchor))
         if self.corrections is not None:
-            terms = terms * self.corrections(
-                between - batch.behavior_logp, batch.mask, batch.segment_ids
-            )
+            log_ratio = masked(anchor - batch.behavior_logp, batch.mask)
+            terms = terms * self.corrections(log_ratio, batch.mask, batch.segment_ids)
         return terms, metrics
 
 

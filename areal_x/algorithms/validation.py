@@ -87,13 +87,26 @@ def validate_parts(algorithm: Algorithm) -> None:
         and couples_rows(algorithm.corrections)
     ):
         wanted = (
-            f"'recompute': {function_name(algorithm.corrections)} looks at all sequences of an"
-            " optimizer step together, and with an interpolated policy it would be called for one"
-            " micro-batch at a time"
+            f"'recompute': {looks_at_all(algorithm.corrections)}, and with an interpolated policy it"
+            " would be called for one micro-batch at a time"
         )
         raise ConfigError(f"{algorithm.name}.proximal", "interpolate", wanted)
     if algorithm.shaping is not None and is_built_in(algorithm.shaping):
         algorithm.shaping(ids[0])
+
+
+def host_only(correction: Correction) -> str:
+    """Returns the reason why a correction must be called on the host with all of an optimizer step;
+    "" if a trainer's loss may call it for each micro-batch."""
+    if not is_built_in(correction):
+        return (
+            f"{function_name(correction)}, which is no part of AReaL-X, is called with numpy arrays"
+        )
+    return looks_at_all(correction) if couples_rows(correction) else ""
+
+
+def looks_at_all(correction: Correction) -> str:
+    return f"{function_name(correction)} looks at all sequences of an optimizer step together"
 
 
 def couples_rows(correction: Correction) -> bool:

@@ -20,7 +20,7 @@ from areal_x.algorithms.kl import k1
 from areal_x.algorithms.parts import call_by_name, parameter_names
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import UserError, function_name
-from areal_x.protocols.trainer import Scorer, Trainer
+from areal_x.protocols.trainer import KeepsLogprobs, RestsOnHost, Scorer, Trainer
 from areal_x.runtime import interrupts
 from areal_x.types import NOT_THE_POLICY, Batch, Episode, Group, Trajectory
 
@@ -50,6 +50,18 @@ class Models:
         found = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
         return {name: model for name, model in found.items() if model is not None}
 
+    def rest(self) -> None:
+        """Moves the state of all trainers to the host (RestsOnHost)."""
+        for name, trainer in self.trainers().items():
+            resting(name, trainer).rest()
+
+    def wake(self) -> None:
+        for name, trainer in self.trainers().items():
+            resting(name, trainer).wake()
+
+    def device_bytes(self) -> int:
+        return sum(resting(name, x).device_bytes() for name, x in self.trainers().items())
+
     def save(self, directory: Path) -> Callable[[], None] | None:
         """Begins to write the trainers' state for `--resume`; `trainer/` is a model directory.
         Returns a function that waits for the writes, or None (see Trainer.save_in_background)."""
@@ -63,6 +75,20 @@ class Models:
                 wait()
 
         return wait_for_all if waits else None
+
+
+def resting(name: str, trainer: Trainer) -> RestsOnHost:
+    """Returns a trainer that can leave its devices. name: what it trains.
+
+    Raises: UserError for one that cannot.
+    """
+    if isinstance(trainer, RestsOnHost):
+        return trainer
+    raise UserError(
+        f"train.colocate = True needs trainers that leave their devices to the servers, and the {name}"
+        f" of this backend ({type(trainer).__name__}) lacks the methods of"
+        " areal_x.protocols.trainer.RestsOnHost: use train.backend = 'jax' or 'torch'"
+    )
 
 
 @dataclass(frozen=True)
@@ -92,6 +118,7 @@ def make_batches(
     version: int = 0,
     minibatches: int = 1,
     share_prompts: bool = False,
+    own_pass: bool = False,
 ) -> list[Batch]:
     """Turns groups into one batch of rows `[rows, row_length]` for each of `minibatches` optimizer
     steps.
@@ -100,7 +127,9 @@ def make_batches(
     corrections over each optimizer step alone.
 
     version: of the policy about to be trained. share_prompts: the common prefix of a group's
-    trajectories is stored once a row, beside as many of them as the row holds.
+    trajectories is stored once a row, beside as many of them as the row holds. own_pass: proximal
+    log-probabilities and corrections are left to `Algorithm.step_loss(own_pass=True)`, which computes
+    them from the step's own forward pass; only where `Algorithm.uses_own_pass`.
 
     Raises: UserError for a trajectory longer than a row, or an episode that is not a pair if the
     algorithm compares pairs.
@@ -110,11 +139,16 @@ def make_batches(
         pack_groups(groups[i::minibatches], row_length, together, share_prompts)
         for i in range(minibatches)
     ]
-    batches = [add_model_outputs(part.packed.batch, algorithm, models, version) for part in parts]
+    batches = [
+        add_model_outputs(part.packed.batch, algorithm, models, version, own_pass) for part in parts
+    ]
     if algorithm.advantages is not None:
         batches = add_advantages(batches, parts, algorithm)
         batches = [apply_credit(batch, part) for batch, part in zip(batches, parts, strict=True)]
-    return [add_weights(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)]
+    return [
+        add_weights(batch, part, algorithm, corrected=not own_pass)
+        for batch, part in zip(batches, parts, strict=True)
+    ]
 
 
 def pack_groups(
@@ -149,15 +183,20 @@ def pack_groups(
     )
 
 
-def add_model_outputs(batch: Batch, algorithm: Algorithm, models: Models, version: int) -> Batch:
-    """Adds the tokens' ages and every log-probability and value that the algorithm reads."""
+def add_model_outputs(
+    batch: Batch, algorithm: Algorithm, models: Models, version: int, own_pass: bool
+) -> Batch:
+    """Adds the tokens' ages and every log-probability and value that the algorithm reads.
+    own_pass: without the proximal policy's, which the step computes."""
     interrupts.raise_if_interrupted()
     versions = np.asarray(batch.versions)
     ages = np.where(versions == NOT_THE_POLICY, 0, version - versions).astype(np.int32)
     batch = batch.replace(ages=ages)
-    recomputed = models.policy.logprobs(batch) if algorithm.proximal == "recompute" else None
+    proximal = batch.behavior_logp
+    if algorithm.proximal == "recompute":
+        proximal = None if own_pass else models.policy.logprobs(batch)
     return batch.replace(
-        proximal_logp=batch.behavior_logp if recomputed is None else recomputed,
+        proximal_logp=proximal,
         reference_logp=None if models.scorer is None else models.scorer.logprobs(batch),
         old_values=None if models.critic is None else models.critic.values(batch),
     )
@@ -344,9 +383,11 @@ def apply_credit(batch: Batch, part: Minibatch) -> Batch:
 # ---- weights
 
 
-def add_weights(batch: Batch, part: Minibatch, algorithm: Algorithm) -> Batch:
+def add_weights(
+    batch: Batch, part: Minibatch, algorithm: Algorithm, corrected: bool = True
+) -> Batch:
     """Adds the weight of each token's term: weighting × corrections. Corrections do not change the
-    weighting's denominators."""
+    weighting's denominators. corrected: False leaves the corrections to the loss."""
     groups_of_segments = np.zeros((batch.shape[0], batch.shape[1] + 1), np.int64)
     groups_of_segments[part.packed.places.rows, part.packed.places.segments] = [
         part.tickets[e] for e in part.episode_of
@@ -362,15 +403,38 @@ def add_weights(batch: Batch, part: Minibatch, algorithm: Algorithm) -> Batch:
         "weighting",
         algorithm.weighting,
     )
-    if algorithm.corrections is not None and algorithm.proximal != "interpolate":
-        log_ratio = np.where(
-            batch.mask, np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp), 0
-        )
-        factors = algorithm.corrections(log_ratio, batch.mask, batch.segment_ids)
-        weights = weights * checked_array(
-            factors, batch.shape, "corrections", algorithm.corrections
-        )
+    if corrected:
+        weights = corrected_weights(batch, weights, algorithm)
     return batch.replace(weights=weights.astype(np.float32))
+
+
+def corrected_weights(batch: Batch, weights: np.ndarray, algorithm: Algorithm) -> np.ndarray:
+    """Returns weights × corrections, unless the corrections are for an interpolated policy."""
+    if algorithm.corrections is None or algorithm.proximal == "interpolate":
+        return weights
+    log_ratio = np.where(
+        batch.mask, np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp), 0
+    )
+    factors = algorithm.corrections(log_ratio, batch.mask, batch.segment_ids)
+    corrected: np.ndarray = weights * checked_array(
+        factors, batch.shape, "corrections", algorithm.corrections
+    )
+    return corrected
+
+
+def complete(batches: Sequence[Batch], algorithm: Algorithm, trainer: Trainer) -> Sequence[Batch]:
+    """Adds to batches whose proximal log-probabilities were left to the step (`own_pass`) what the
+    trainer kept of them, for those who look at the batches afterwards: the log-probabilities, 0 where
+    nothing is trained, and the corrected weights. Does nothing if the trainer kept none."""
+    if all(batch.proximal_logp is not None for batch in batches):
+        return batches
+    logp = trainer.step_logprobs() if isinstance(trainer, KeepsLogprobs) else None
+    if logp is None:
+        return batches
+    (batch,) = batches  # with several optimizer steps there is none without
+    batch = batch.replace(proximal_logp=logp)
+    weights = corrected_weights(batch, np.asarray(batch.weights), algorithm)
+    return [batch.replace(weights=weights.astype(np.float32))]
 
 
 def checked_array(

@@ -17,7 +17,7 @@ from jaxtyping import Float32, Int, Int32, Int64
 from areal_x.batching.first_fit import first_fit_decreasing
 from areal_x.batching.sharing import Placement, place_shared
 from areal_x.errors import UserError, positive
-from areal_x.types import NOT_RECORDED, NOT_THE_POLICY, Batch, Trajectory
+from areal_x.types import NOT_RECORDED, NOT_THE_POLICY, Batch, Kept, Trajectory
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Packed:
     `rows[i]`, with the segment id `segments[i]`; its first `shared[i]` tokens, which other
     trajectories share, are at `shared_starts[i]` of the same row. The batch has tokens,
     segment_ids, positions, mask, behavior_logp and versions; prefix_ids if sharing was requested;
-    and experts and the image arrays if a trajectory has any. Everything else is None.
+    and experts, kept and the image arrays if a trajectory has any. Everything else is None.
     """
 
     batch: Batch
@@ -135,6 +135,7 @@ def pack(
         behavior_logp=filled([t.logprobs for t in trajectories], np.float32),
         versions=filled([t.versions for t in trajectories], np.int32, padding=NOT_THE_POLICY),
         experts=filled(experts, np.int16, padding=NOT_RECORDED) if experts else None,
+        kept=kept_pairs(trajectories, at, shape),
         prefix_ids=(
             None if groups is None else filled([np.where(is_shared, 0, shared_segment)], np.int32)
         ),
@@ -170,6 +171,26 @@ def recorded_experts(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
     return [
         np.repeat(nothing, len(t), axis=0) if t.experts is None else t.experts for t in trajectories
     ]
+
+
+def kept_pairs(
+    trajectories: Sequence[Trajectory], at: Int64[np.ndarray, " tokens"], shape: tuple[int, int]
+) -> Int32[np.ndarray, "rows most 2"] | None:
+    """Returns `Batch.kept` for rows of this shape; None if no trajectory was sampled from a
+    truncated distribution. at: the index of each token of the trajectories in the flattened rows.
+
+    `most` is a power of two, so that a compiled step is not compiled anew for each batch.
+    """
+    if all(t.kept is None for t in trajectories):
+        return None
+    kept = Kept.joined([t.kept or Kept.everything(len(t)) for t in trajectories])
+    rows, columns = np.divmod(np.repeat(at, kept.counts), shape[1])
+    order = np.argsort(rows, kind="stable")
+    in_row = np.bincount(rows, minlength=shape[0])
+    most = 1 << int(max(in_row.max(), 1) - 1).bit_length()
+    pairs = np.full((shape[0], most, 2), -1, np.int32)
+    pairs[rows[order], _within(in_row)] = np.stack([columns, kept.ids], axis=1)[order]
+    return pairs
 
 
 def image_arrays(

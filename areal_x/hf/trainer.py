@@ -18,6 +18,7 @@ import numpy as np
 from areal_x.errors import UserError
 from areal_x.hf import adapters as adapter_files
 from areal_x.hf import model_dir
+from areal_x.hf.tokenizer import check_known
 from areal_x.protocols.recorded_experts import recorded_experts
 from areal_x.protocols.trainer import Wait
 from areal_x.protocols.trainer_config import TrainerConfig
@@ -158,6 +159,12 @@ class HuggingFaceTrainer(ABC):
         assert self.experts_per_token is not None
         layers, per_token, count = self.experts_per_token
         return recorded_experts(batch, self.directory, layers, per_token, count)
+
+    def check_tokens(self, batch: Batch, vocabulary: int) -> None:
+        """Raises: UserError for tokens, or kept ones, outside the model's vocabulary (a size)."""
+        check_known(batch.tokens, vocabulary, self.directory)
+        if batch.kept is not None:
+            check_known(np.asarray(batch.kept)[..., 1], vocabulary, self.directory)
 
     def need_head(self, what: str, *heads: str) -> None:
         """Raises: ValueError if the trainer has none of these heads."""

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from areal_x.batching.packing import first_fit_decreasing, pack
 from areal_x.errors import UserError
-from areal_x.types import Images, Trajectory
+from areal_x.types import Images, Kept, Trajectory
+from tests.kept import kept_with
 
 ROW = 24
 lengths_in_rows = st.lists(st.integers(1, ROW), min_size=1, max_size=60)
@@ -166,6 +167,43 @@ def test_recorded_experts_lie_where_their_tokens_do_and_those_of_others_are_not_
     other = replace(made[1], experts=np.zeros((3, 1, 2), np.int16))
     with pytest.raises(ValueError, match="different models"):
         pack([replace(made[0], experts=experts), other], 8)
+
+
+def choosing(whole: Trajectory, seed: int) -> Trajectory:
+    """A trajectory of which two thirds of the tokens were sampled from some alone."""
+    return replace(whole, kept=kept_with(whole.tokens, 900, seed))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_in_rows, st.booleans())
+def test_kept_tokens_are_paired_with_where_their_token_lies(lengths: list[int], shared: bool) -> None:
+    made = [choosing(t, i) if i % 3 else t for i, t in enumerate(trajectories(lengths))]
+    packed = pack(made, ROW, rows_multiple=3, groups=[0] * len(made) if shared else None)
+    if all(t.kept is None for t in made):
+        assert packed.batch.kept is None
+        return
+    rows, most, _ = packed.batch.kept.shape
+    assert rows == packed.batch.shape[0]
+    assert most & (most - 1) == 0
+    assert packed.batch.kept.min() >= -1
+    found = {(row, *pair) for row in range(rows) for pair in packed.batch.kept[row].tolist() if pair != [-1, -1]}
+    expected = set()
+    for i, t in enumerate(made):
+        if t.kept is not None:
+            within = np.repeat(np.arange(len(t)), t.kept.counts) + packed.places.starts[i]
+            expected |= {(int(packed.places.rows[i]), *pair) for pair in zip(within.tolist(), t.kept.ids.tolist(), strict=True)}
+    assert found == expected
+
+
+def test_a_sampled_token_that_was_not_kept_is_refused() -> None:
+    made = choosing(trajectory(8), 0)
+    with pytest.raises(ValueError, match="not among those that its sampling kept"):
+        replace(made, tokens=made.tokens + 900 * (np.arange(8) == 4))
+    replace(made, tokens=made.tokens + (np.arange(8) == 3))  # sampled from everything
+    with pytest.raises(ValueError, match="one length"):
+        replace(made, kept=Kept.everything(7))
+    with pytest.raises(ValueError, match="3 kept ids came with counts of 2"):
+        Kept(np.array([1, 1], np.int32), np.arange(3, dtype=np.int32))
 
 
 def seeing(length: int, number: int, *grids: tuple[int, int, int]) -> Trajectory:

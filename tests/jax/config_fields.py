@@ -24,8 +24,10 @@ from areal_x.errors import UserError
 from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.dense_attention import softcapped
+from areal_x_jax.families import FAMILIES
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.weights import from_tensors
+from tests.model_families import FAMILY_MODELS
 from tests.models import (
     EXPERTS,
     GEMMA3,
@@ -46,17 +48,7 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posit
 TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
 WINDOW = {"sliding_window": 5, "use_sliding_window": True}
 MIXTURE = {**EXPERTS, "num_experts": 4}
-ARCHITECTURES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-}
+ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
 QWEN2_MOE = {**SIZES, **MIXTURE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}
 QWEN3_MOE = {**QWEN3, **MIXTURE, "model_type": "qwen3_moe"}
 # Two of a family: without a window, and with one where it can have any.
@@ -78,6 +70,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
         seeing("qwen3_vl", TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, [4, 2, 2], head_dim=16)
     ],
 }
+BASES |= {family: [shapes[0], shapes[-1]] for family, shapes in FAMILY_MODELS.items() if family not in BASES}
 KINDS = ["sliding_attention", "full_attention", "full_attention"]
 ROPES = [
     {"rope_type": "default", "rope_theta": 500.0},
@@ -109,14 +102,25 @@ VALUES: dict[str, list[Any]] = {
     "hidden_activation": ["silu", "gelu"],
     "max_position_embeddings": [64],
     "rms_norm_eps": [0.05],
+    "layer_norm_eps": [0.05],
+    "logit_scale": [2.0],
+    "embedding_multiplier": [2.0],
+    "residual_multiplier": [2.0],
+    "attention_multiplier": [2.0],
+    "logits_scaling": [2.0],
+    "no_rope_layers": [[0, 1, 1, 0]],
+    "no_rope_layer_interval": [2],
+    "swiglu_alpha": [1.2],
+    "swiglu_limit": [0.5],
+    "use_qk_norm": [True],
     "tie_word_embeddings": [True, False],
     "rope_parameters": ROPES,
     "rope_scaling": [{key: x for key, x in rope.items() if key != "rope_theta"} for rope in ROPES],
     "rope_theta": [500.0],
     "rope_local_base_freq": [500.0],
-    "partial_rotary_factor": [0.5],
+    "partial_rotary_factor": [0.25],
     "original_max_position_embeddings": [16],
-    "attention_bias": [True],
+    "attention_bias": [True, False],
     "mlp_bias": [True],
     "qkv_bias": [False],
     "use_sliding_window": [True, False],
@@ -139,6 +143,9 @@ VALUES: dict[str, list[Any]] = {
     "shared_expert_intermediate_size": [24, 0],
     "quantization_config": [{"quant_method": "fp8"}],
     "attention_dropout": [0.5],
+    "embd_pdrop": [0.5],
+    "resid_pdrop": [0.5],
+    "router_jitter_noise": [0.5],
     "initializer_range": [0.5],
     "use_cache": [False],
     "pad_token_id": [3],
@@ -174,6 +181,7 @@ VISION_VALUES: dict[str, list[Any]] = {
 OF_IMAGES = {"in_channels", "patch_size", "spatial_merge_size", "temporal_patch_size", "out_hidden_size", "initializer_range"}
 # Which fields no number of an inference depends on.
 WITHOUT_EFFECT = {
+    *("embd_pdrop", "resid_pdrop", "router_jitter_noise"),
     *("attention_dropout", "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp"),
     *("output_router_logits", "router_aux_loss_coef", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 }

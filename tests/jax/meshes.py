@@ -25,10 +25,14 @@ from areal_x.batching.packing import pack
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.trainer import Trainer
+from tests.anchored import ANCHORED
 from tests.conftest import python_with
+from tests.kept import kept_with
 from tests.models import IMAGE, with_images
 
 ROWS, LENGTH, UPDATES = 16, 32, 10
+LOSS = losses.combine(losses.ppo_clip, ANCHORED)
+KEPT = 256  # pairs of a row, as many in each batch, so that one program serves all
 
 
 def batch_of(vocab: int, seed: int, images: bool = False) -> Batch:
@@ -39,11 +43,16 @@ def batch_of(vocab: int, seed: int, images: bool = False) -> Batch:
         prompt = int(length) // 3
         tokens = rng.integers(IMAGE + 1 if images else 0, vocab, length).astype(np.int32)
         logprobs = -rng.exponential(2.0, length - prompt)
-        made.append(Trajectory.from_completion(tokens[:prompt], tokens[prompt:], logprobs, np.zeros(length - prompt), 1.0))
+        kept = kept_with(tokens[prompt:], vocab, seed) if length % 3 else None
+        versions = np.zeros(length - prompt)
+        made.append(Trajectory.from_completion(tokens[:prompt], tokens[prompt:], logprobs, versions, 1.0, kept=kept))
     if images:
         made += with_images((3, (1, 4, 6)), ((1, 2, 2), 2, (2, 2, 2)), ((1, 6, 4),), answer=5, seed=seed)
     packed = pack(made, LENGTH, ROWS)
     batch, advantages = packed.batch, packed.spread(rng.normal(size=len(made)))
+    pairs = np.full((ROWS, KEPT, 2), -1, np.int32)
+    pairs[:, : batch.kept.shape[1]] = batch.kept
+    batch = batch.replace(kept=pairs)
     weights = np.asarray(sequence_mean(batch.mask, batch.segment_ids), np.float32)
     return batch.replace(advantages=advantages, weights=weights, proximal_logp=batch.behavior_logp)
 
@@ -63,7 +72,19 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
         )
     )
     of_model = partial(batch_of, trainer.arch.vocab, images=trainer.arch.vision is not None)
-    learned = [trainer.update(of_model(step), losses.ppo_clip) for step in range(UPDATES)]
+    learned, on_devices = [], []
+    for step in range(UPDATES):
+        batch = of_model(step)
+        before = trainer.logprobs(batch) if step == UPDATES - 1 else None
+        learned.append(trainer.update(batch, LOSS))
+        if before is not None:
+            np.testing.assert_allclose(trainer.step_logprobs(), np.where(batch.mask, before, 0), rtol=0, atol=1e-5)
+        if mesh and step == UPDATES // 2:  # the others are of a trainer that never rested
+            on_devices.append(trainer.device_bytes())
+            trainer.rest()
+            on_devices.append(trainer.device_bytes())
+            trainer.wake()
+            on_devices.append(trainer.device_bytes())
     leaves = jax.tree.leaves(trainer.params)
     here = sum(leaf.addressable_shards[0].data.size for leaf in leaves) / sum(leaf.size for leaf in leaves)
     logp = trainer.logprobs(of_model(0))
@@ -73,6 +94,7 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
         "logp": logp.tolist(),
         "programs": trainer.programs,
         "share": here,
+        "on devices": on_devices,
     }
 
 

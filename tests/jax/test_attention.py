@@ -17,6 +17,7 @@ from areal_x_jax.attention import attend, prepare
 from areal_x_jax.attention_kernels import Candidate, splash
 from areal_x_jax.blocked_attention import KEPT, _Ids, _split, blocked, reach
 from areal_x_jax.dense_attention import AttentionMask, dense
+from tests.thorough import further
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
@@ -44,12 +45,19 @@ def draw(ids: np.ndarray, group: int = 2, kv_heads: int = 2) -> list[np.ndarray]
 
 
 def formula(
-    inputs: list[np.ndarray], ids: np.ndarray, window: int = 0, softcap: float = 0.0, prefixes: np.ndarray | None = None
+    inputs: list[np.ndarray],
+    ids: np.ndarray,
+    window: int = 0,
+    softcap: float = 0.0,
+    prefixes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Returns the attention output and the gradients of query, key and value, in fp64, one query of one head at a time."""
+    """Returns the attention output and the gradients of query, key and value (and sinks), in fp64, one query of one head at a
+    time."""
     query, key, value, gradient = (x.astype(np.float64) for x in inputs)
     group = query.shape[2] // key.shape[2]
     attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (query, query, key, value))
+    d_sinks = np.zeros(query.shape[2])
     for row, i, head in np.ndindex(query.shape[:3]):
         first = max(0, i - window + 1) if window else 0
         own = {ids[row, i]} | ({prefixes[row, i]} if prefixes is not None else set())
@@ -61,33 +69,47 @@ def formula(
         slope = 1 / np.cosh(scores / softcap) ** 2 if softcap else 1.0
         scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
+        sink = 0.0 if sinks is None else np.exp(sinks[head] - scores.max())
+        total = weights.sum() + sink
+        weights /= total
         attended[row, i, head] = weights @ values
         d_weights = values @ gradient[row, i, head]
         d_scores = weights * (d_weights - weights @ d_weights) * slope * SCALE
+        d_sinks[head] -= sink / total * (weights @ d_weights)
         d_query[row, i, head] = d_scores @ keys
         d_key[row, at, head // group] += np.outer(d_scores, query[row, i, head])
         d_value[row, at, head // group] += np.outer(weights, gradient[row, i, head])
-    return [attended, d_query, d_key, d_value]
+    return [attended, d_query, d_key, d_value, *([] if sinks is None else [d_sinks])]
 
 
-def computed(way: Callable[..., jax.Array], inputs: list[Any], seen: AttentionMask, softcap: float = 0.0) -> list[np.ndarray]:
+def computed(
+    way: Callable[..., jax.Array],
+    inputs: list[Any],
+    seen: AttentionMask,
+    softcap: float = 0.0,
+    sinks: np.ndarray | None = None,
+) -> list[np.ndarray]:
     """Returns the same as `formula`, computed by `way`; seen's window and start are traced unless they are integers."""
     *qkv, gradient = inputs
 
     @jax.jit
-    def run(seen_arrays: tuple[Any, ...], *qkv: jax.Array) -> tuple[jax.Array, ...]:
+    def run(seen_arrays: tuple[Any, ...], *given: jax.Array) -> tuple[jax.Array, ...]:
         static = {name: x for name, x in seen._asdict().items() if isinstance(x, int)}
         known = AttentionMask(*seen_arrays)._replace(**static)
-        attended, back = jax.vjp(lambda *qkv: way(*qkv, known, SCALE, softcap), *qkv)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, *sinks: jax.Array) -> jax.Array:
+            return way(query, key, value, known, SCALE, softcap, **({"sinks": sinks[0]} if sinks else {}))
+
+        attended, back = jax.vjp(attend, *given)
         return attended, *back(jnp.asarray(gradient, attended.dtype))
 
-    attended, *gradients = (np.asarray(x, np.float32) for x in run(tuple(seen), *qkv))
+    given = qkv if sinks is None else [*qkv, sinks]
+    attended, *gradients = (np.asarray(x, np.float32) for x in run(tuple(seen), *given))
     return [attended * (np.asarray(seen.queries) > 0)[..., None, None], *gradients]
 
 
 def assert_close(found: list[np.ndarray], wanted: list[np.ndarray], most: float = 1e-5) -> None:
-    for name, x, y in zip(("attended", "query", "key", "value"), found, wanted, strict=True):
+    for name, x, y in zip(("attended", "query", "key", "value", "sinks")[: len(wanted)], found, wanted, strict=True):
         assert np.max(np.abs(x - y)) <= most, name
 
 
@@ -104,6 +126,28 @@ def test_a_window_hides_what_is_further_back(way: Callable[..., jax.Array], wind
     inputs = draw(IDS)
     seen = AttentionMask(IDS, IDS, window=jnp.int32(window) if traced else window)
     assert_close(computed(way, inputs, seen), formula(inputs, IDS, window))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("group, window, traced, softcap", [(1, 0, False, 0.0), (2, 5, True, 0.0), (4, 3, False, 2.0)])
+def test_a_sink_takes_part_in_the_softmax_of_its_head(
+    way: Callable[..., jax.Array], group: int, window: int, traced: bool, softcap: float
+) -> None:
+    inputs, sinks = draw(IDS, group), np.linspace(-2, 3, 2 * group).astype(np.float32)
+    seen = AttentionMask(IDS, IDS, window=jnp.int32(window) if traced else window)
+    wanted = formula(inputs, IDS, window, softcap, sinks=sinks)
+    assert_close(computed(way, inputs, seen, softcap, sinks), wanted)
+    assert np.abs(wanted[-1]).min() > 0.01
+
+
+def test_no_kernel_of_a_platform_is_given_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_all = Candidate(jax.default_backend(), dense, lambda *_: True, "nothing")
+    monkeypatch.setattr(attention, "CANDIDATES", {"any": takes_all})
+    query, key, *_ = draw(IDS)
+    seen = AttentionMask(IDS, IDS)
+    with pytest.raises(ConfigError, match="no sinks"):
+        attention.choose(query, key, seen, 0.0, "any", sinks=True)
+    assert attention.choose(query, key, seen, 0.0, "auto", sinks=True) is dense
 
 
 # Two prompts that others go on from, one of them at a row's end, between sequences that share nothing.
@@ -427,7 +471,7 @@ def test_a_kernel_that_deviates_or_raises_is_not_used(
         in_a_program()
 
 
-@pytest.mark.parametrize("window, softcap", [(0, 0.0), (50, 2.0)])
+@pytest.mark.parametrize("window, softcap", [(50, 2.0), *further((0, 0.0))])
 def test_the_kernel_for_tpu_agrees_where_it_is_emulated(window: int, softcap: float) -> None:
     ids = packed((50, 71, 7), (100,), length=128)
     inputs = draw(ids)

@@ -23,8 +23,9 @@ from areal_x_jax.architecture import Experts
 from areal_x_jax.experts import Routing, imbalance, mixture, route
 from areal_x_jax.sharding import ONE_DEVICE
 from areal_x_jax.trainer import Trainer
-from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs
+from tests.experts import REFUSED, assert_replays, batch_of_others, recorded, replayed_logprobs
 from tests.models import trajectories
+from tests.thorough import thorough
 
 EXPERTS = Experts(count=6, per_token=2, intermediate=5, normalised=True)
 HIDDEN = 8
@@ -107,11 +108,7 @@ def test_a_trainer_replays_the_experts_that_the_engine_recorded(model_dir_of: Ca
     made[1] = replace(made[1], experts=None)  # an engine's that recorded none: the router chooses
     packed = pack(made, 32)
     trainer = make_trainer(directory, replay_experts=True)
-    for one, said in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
-        of_one = np.full((len(one), 2, 2), -1) if one.experts is None else one.experts
-        np.testing.assert_allclose(said, replayed_logprobs(directory, one.tokens, of_one), atol=1e-4)
-    free = make_trainer(directory).logprobs(packed.batch)
-    assert np.abs(free - trainer.logprobs(packed.batch)).max() > 0.1
+    assert_replays(trainer, make_trainer(directory), directory, made, packed)
     batch = packed.batch.replace(weights=np.asarray(sequence_mean(packed.batch.mask, packed.batch.segment_ids), np.float32))
     expected = -float((batch.weights * trainer.logprobs(batch)).sum())
     assert trainer.update(batch, losses.sft)["loss"] == pytest.approx(expected, rel=1e-5)
@@ -128,6 +125,7 @@ def test_experts_are_replayed_by_the_number_of_their_layer_where_dense_ones_stan
         np.testing.assert_allclose(said, replayed_logprobs(directory, one.tokens, one.experts), atol=1e-4)
 
 
+@thorough
 def test_a_mixture_with_dense_layers_learns_is_saved_and_goes_on(model_dir_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Adapters stand beside the dense layers' kernels too, and what is published is the merged model."""
     directory = model_dir_of("qwen3-moe-between")

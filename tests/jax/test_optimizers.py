@@ -22,7 +22,7 @@ from areal_x.types import Batch
 from areal_x_jax.optimizers import make_optimizer, orthogonal
 from areal_x_jax.trainer import Trainer
 from tests.conftest import QUICK, python_with
-from tests.thorough import thorough
+from tests.thorough import further, thorough
 
 from .meshes import batch_of
 
@@ -241,7 +241,7 @@ def batch() -> Batch:
     return batch_of(50, 0)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["adamw", "adafactor", "muon", *further("adamw-bf16", "muon-bf16")])
 def trained(request: pytest.FixtureRequest, model_dir_of: MadeModel, batch: Batch) -> Trained:
     """An optimizer, a trainer after five of its steps, and the losses; the model has experts, biases and a router."""
     trainer = make_trainer(model_dir_of("qwen2-moe"), request.param)

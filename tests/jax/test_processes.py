@@ -18,6 +18,7 @@ from tests.thorough import thorough
 MESHES = {
     "tensor": {"optimizer": "muon", "fsdp": 2, "tensor": 2},
     "fsdp": {"optimizer": "adamw", "fsdp": 4},
+    "stage": {"optimizer": "adamw", "stage": 2, "fsdp": 2},  # of two processes, each is a stage
 }
 
 

@@ -40,19 +40,19 @@ def trainer(tiny_model_dir: Path) -> Trainer:
     return create_trainer("jax", TrainerConfig(model=ModelConfig(path=str(tiny_model_dir))))
 
 
-def test_at_most_five_programs_whatever_the_lengths(trainer: Trainer) -> None:
+def test_at_most_five_programs_whatever_the_lengths_and_two_for_rows_that_leave_tokens_out(trainer: Trainer) -> None:
     sampler = trainer.sampler(SLOTS, CONTEXT - 32)  # a capacity of its own, so that nothing is compiled yet
     before = sampler.programs
     sampler.load(trainer.snapshot())
-    for prompt, count, kind in (
-        (1, 16, {}),
-        (300, 3, {"top_k": 3}),
-        (CPU_CHUNK, 9, {"top_p": 0.5}),
-        (17, 1, {"temperature": 0.0}),
-    ):
-        sample_to_end(sampler, [slot_request(slot, prompt, 3 + slot, **kind) for slot in range(count)])
-        sampler.load(trainer.snapshot())
-    assert sampler.programs - before <= 5
+
+    def compiled(*rounds: tuple[int, int, dict[str, Any]]) -> int:
+        for prompt, count, kind in rounds:
+            sample_to_end(sampler, [slot_request(slot, prompt, 3 + slot, **kind) for slot in range(count)])
+            sampler.load(trainer.snapshot())
+        return sampler.programs - before
+
+    assert compiled((1, 16, {}), (300, 3, {}), (CPU_CHUNK, 9, {}), (17, 1, {"temperature": 0.0})) <= 5
+    assert compiled((1, 16, {"top_p": 0.5}), (300, 3, {"top_k": 3}), (17, 9, {"min_p": 0.1}), (5, 2, {"top_k": 2})) <= 7
 
 
 def test_a_prompt_that_several_have_is_read_once_in_a_lane(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +152,9 @@ def test_uniforms_are_uniform_and_independent_of_neighbouring_seeds_and_counts()
 def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float) -> None:
     rows = 4000
     logits = np.random.default_rng(vocabulary).normal(0, 2, vocabulary).astype(np.float32)
-    ask = (jnp.full(rows, 0.7), jnp.full(rows, top_p), jnp.full(rows, top_k))
+    truncation = sampling.Truncation(jnp.full(rows, top_p), jnp.full(rows, top_k), jnp.zeros(rows)) if top_k else None
     uniforms = jnp.asarray(np.random.default_rng(0).uniform(size=rows), jnp.float32)
-    tokens, logprobs = jax.jit(sampling.sample)(jnp.tile(logits, (rows, 1)), uniforms, *ask, jnp.array(top_k > 0))
+    tokens, logprobs, _ = jax.jit(sampling.sample)(jnp.tile(logits, (rows, 1)), uniforms, jnp.full(rows, 0.7), truncation)
     logits = logits.astype(np.float64) / 0.7
     plain = logits - np.log(np.exp(logits).sum())
     expected = conformance.truncated(plain, top_k, top_p)
@@ -165,9 +165,8 @@ def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float
 def test_an_extreme_uniform_still_draws_a_token_that_has_mass() -> None:
     logits = jnp.asarray(np.random.default_rng(1).normal(0, 30, (16, 400)), jnp.float32)
     for uniforms in (jnp.full(16, 2.0**-24), jnp.full(16, 1 - 2.0**-24)):
-        _, logprobs = jax.jit(sampling.sample)(
-            logits, uniforms, jnp.ones(16), jnp.full(16, 0.5), jnp.full(16, 9), jnp.array(True)
-        )
+        truncation = sampling.Truncation(jnp.full(16, 0.5), jnp.full(16, 9), jnp.zeros(16))
+        _, logprobs, _ = jax.jit(sampling.sample)(logits, uniforms, jnp.ones(16), truncation)
         assert np.isfinite(logprobs).all()
 
 

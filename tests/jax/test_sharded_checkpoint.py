@@ -35,12 +35,12 @@ def write(directory: Path, folder: Path, optimizer: str, *meshes: dict[str, int]
 @pytest.mark.parametrize("optimizer", ["adamw", *further("muon")])
 def test_a_run_saved_on_one_mesh_is_read_on_others_bit_for_bit(optimizer: str, model_dir_of: MadeModel, tmp_path: Path) -> None:
     directory = model_dir_of("even")
-    write(directory, tmp_path, optimizer, {"fsdp": 4}, {"fsdp": 2, "tensor": 2})
+    write(directory, tmp_path, optimizer, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"stage": 2, "tensor": 2})
     alone = make_trainer(directory, optimizer, {})
     alone.restore(tmp_path / "sharded")
     alone.save(tmp_path / "alone")
     assert alone.version == 2
-    for other in ("0", "alone"):
+    for other in ("0", "1", "alone"):
         assert contents(tmp_path / other) == contents(tmp_path / "portable"), other
 
 

@@ -19,9 +19,14 @@ from .meshes import learn, learn_on
 
 MadeModel = Callable[[str], Path]
 MESHES = {
-    "even": ({"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"fsdp": 2, "tensor": 2, "context": 2}),
-    "even-moe": ({"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}),
-    "even-gemma3": ({"fsdp": 2, "context": 2, "tensor": 2},),
+    "even": (
+        {"fsdp": 8},
+        {"fsdp": 2, "tensor": 4},
+        {"fsdp": 2, "tensor": 2, "context": 2},
+        {"stage": 2, "fsdp": 2, "tensor": 2},
+    ),
+    "even-moe": ({"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}, {"stage": 2, "data": 2, "expert": 2}),
+    "even-gemma3": ({"fsdp": 2, "context": 2, "tensor": 2}, {"stage": 4, "context": 2}),
 }
 # Of the parameters, how much the first device has at most: norms are whole, and "expert" splits experts alone, not what stands
 # between them.
@@ -30,7 +35,7 @@ SHARE = {"even": 0.3, "even-moe": 0.75, "even-gemma3": 0.3}
 
 @thorough
 @pytest.mark.parametrize("name", ["even", *further("even-moe", "even-gemma3")])
-def test_ten_updates_are_the_same_on_every_mesh(name: str, model_dir_of: MadeModel) -> None:
+def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between(name: str, model_dir_of: MadeModel) -> None:
     alone = learn(model_dir_of(name), {})
     assert alone["share"] == alone["programs"] == 1
     others = learn_on(model_dir_of(name), MESHES[name], JAX_DISABLE_MOST_OPTIMIZATIONS="1")
@@ -40,6 +45,8 @@ def test_ten_updates_are_the_same_on_every_mesh(name: str, model_dir_of: MadeMod
         np.testing.assert_allclose(found["logp"], alone["logp"], atol=1e-4, err_msg=str(mesh))
         assert found["programs"] == 1
         assert found["share"] < SHARE[name]
+        awake, resting, again = found["on devices"]
+        assert awake == again > resting == 0
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,8 @@ def test_ten_updates_are_the_same_on_every_mesh(name: str, model_dir_of: MadeMod
         ("qwen3-moe", "expert", 3, "mesh.expert = 3 does not divide the 4 experts"),
         ("qwen2-moe-odd", "tensor", 2, "mesh.tensor = 2 does not divide the 41 features of the shared expert"),
         ("qwen3", "expert", 2, "mesh.expert = 2 needs a model with experts"),
+        ("qwen3", "stage", 3, "mesh.stage = 3 does not divide the 2 layers"),
+        ("qwen2-moe-odd", "stage", 2, "mesh.stage = 2 gives stages different kinds of layers, as the layers 0 have no experts"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, size: int, says: str) -> None:
@@ -60,7 +69,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, 
             return size if axis in axes else 1
 
     architectures = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
-    odd = {"qwen2-moe-odd": MORE["qwen2-moe"] | {"shared_expert_intermediate_size": 41}}
+    odd = {"qwen2-moe-odd": MORE["qwen2-moe"] | {"shared_expert_intermediate_size": 41, "mlp_only_layers": [0]}}
     config = (MODELS | MORE | odd)[name]
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
         check_divisible(Sized(), read_architecture({**config, "architectures": [architectures[str(config["model_type"])]]}))

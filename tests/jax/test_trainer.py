@@ -22,6 +22,7 @@ from areal_x_jax.trainer import Trainer
 from tests.conftest import QUICK, python_with
 from tests.models import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
 from tests.optimizer_moments import write_adamw_state
+from tests.thorough import thorough
 
 MadeModel = Callable[[str], Path]
 LENGTHS = (12, 7, 20, 15, 5, 18, 9, 20, 11, 16, 13, 6)
@@ -192,6 +193,7 @@ print(json.dumps({"devices": trainer.mesh.size, "programs": trainer.programs, "l
 """
 
 
+@thorough
 def test_four_devices_give_what_one_gives(batch: Batch, model_dir_of: MadeModel, tmp_path: Path) -> None:
     present = {name: x for name in Batch.__dataclass_fields__ if (x := getattr(batch, name)) is not None}
     np.savez(tmp_path / "batch.npz", **present)

@@ -29,7 +29,9 @@ from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig
 from areal_x.types import Batch, Policy, Trajectory
 from areal_x_torch import divide, join
 from areal_x_torch.trainer import Trainer
+from tests.anchored import ANCHORED
 from tests.experts import recorded
+from tests.kept import kept_with
 from tests.models import PROMPTS, with_images
 
 UPDATES, VOCABULARY = 2, 40
@@ -44,7 +46,8 @@ def value_loss(policy: Policy, batch: Batch) -> losses.LossTerms:
     return (policy.values - batch.advantages) ** 2 * batch.mask, {}
 
 
-ONE = losses.combine(losses.ppo_clip, losses.policy_gap, LagMetrics(2), partial(losses.entropy_bonus, coefficient=0.1))
+WATCHED = losses.policy_gap, LagMetrics(2)
+ONE = losses.combine(losses.ppo_clip, ANCHORED, *WATCHED, partial(losses.entropy_bonus, coefficient=0.1))
 TAUGHT = losses.combine(ONE, losses.divergence)
 
 
@@ -57,7 +60,9 @@ def batch_of(seed: int, sees: bool = False) -> Batch:
             prompt, answer = prompt % 5, answer % 5
         logprobs = rng.normal(-3.5, 0.3, n - 1).astype(np.float32)
         experts = recorded(n, seed, count=6) if n % 2 else None  # for a mixture, whose router chooses where there are none
-        made.append(Trajectory.from_completion(prompt, answer, logprobs, np.zeros(n - 1, np.int32), experts=experts))
+        kept = kept_with(answer, 5 if sees else VOCABULARY, seed) if n % 3 else None
+        versions = np.zeros(n - 1, np.int32)
+        made.append(Trajectory.from_completion(prompt, answer, logprobs, versions, experts=experts, kept=kept))
     if sees and seed in WITH_IMAGES:
         made = with_images(*SEEN, image_like=False, seed=seed)
     packed = pack(made, 64 if sees else 16)

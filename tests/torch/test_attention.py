@@ -25,8 +25,9 @@ def arrays(lengths, kv_heads=2, head_dim=8):
     return [torch.randn(shape, generator=random).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-def formula(query, key, value, lengths, scale, window, softcap, prefixes=None):
-    """softmax(scale · query · key) · value with all scores of the row, those between sequences hidden; prefixes: Segments'."""
+def formula(query, key, value, sinks, lengths, scale, window, softcap, prefixes=None):
+    """softmax(scale · query · key) · value with all scores of the row, those between sequences hidden; prefixes: Segments'.
+    sinks: None, or a score of each head."""
     prefixes = prefixes or (-1,) * len(lengths)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scale
@@ -37,20 +38,22 @@ def formula(query, key, value, lengths, scale, window, softcap, prefixes=None):
     at = torch.cat([torch.arange(first, first + length) for first, length in zip(before, lengths, strict=True)])
     behind, shared = at[:, None] - at, torch.tensor(prefixes)[ids]
     seen = ((ids[:, None] == ids) | (shared[:, None] == ids)) & (behind >= 0) & (behind < (window or len(ids)))
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    powers = scores.masked_fill(~seen, -torch.inf).exp()
+    extra = 0 if sinks is None else sinks.exp()[:, None, None]
+    return (powers / (powers.sum(-1, keepdim=True) + extra) @ value).transpose(1, 2)
 
 
 def with_gradients(compute, inputs):
     attended = compute(*inputs)
     weights = torch.randn(attended.shape, generator=torch.Generator().manual_seed(1))
-    return attended, *torch.autograd.grad((attended * weights).sum(), inputs)
+    return attended, *torch.autograd.grad((attended * weights).sum(), [x for x in inputs if x is not None])
 
 
-def agrees(way, lengths, window=None, softcap=None, kv_heads=2, prefixes=None):
-    inputs, scale = arrays(lengths, kv_heads), 0.7
+def agrees(way, lengths, window=None, softcap=None, kv_heads=2, prefixes=None, sinks=None):
+    inputs, scale = [*arrays(lengths, kv_heads), sinks], 0.7
     segments = Segments.of(lengths, way, CPU, prefixes)
     extra = {"scaling": scale, "sliding_window": window, "softcap": softcap}
-    found = with_gradients(lambda *x: attend(None, *x, None, segments=segments, **extra)[0], inputs)
+    found = with_gradients(lambda *x: attend(None, *x[:3], None, segments=segments, s_aux=x[3], **extra)[0], inputs)
     expected = with_gradients(lambda *x: formula(*x, lengths, scale, window, softcap, prefixes), inputs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
@@ -100,7 +103,7 @@ def test_without_segments_each_row_is_one_sequence():
     inputs = arrays((6,))
     both = [x.expand(2, -1, -1, -1) for x in inputs]
     found = attend(None, *both, None)[0]
-    torch.testing.assert_close(found[1:], formula(*inputs, (6,), 8**-0.5, None, None))
+    torch.testing.assert_close(found[1:], formula(*inputs, None, (6,), 8**-0.5, None, None))
 
 
 def test_after_a_rotation_in_float32_the_precision_is_that_of_the_values():
@@ -108,17 +111,26 @@ def test_after_a_rotation_in_float32_the_precision_is_that_of_the_values():
     assert attend(None, query, key, value.bfloat16(), None)[0].dtype == torch.bfloat16
 
 
-def test_sinks_and_biases_are_refused():
-    for extra in ({"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1, 4, 11, 11)}):
-        with pytest.raises(NotImplementedError, match="sinks or a bias"):
-            attend(None, *arrays(ONE), None, **extra)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("lengths", "prefixes"), [(RAGGED, None), (SHARING, PREFIXES)])
+def test_a_sink_takes_part_in_the_softmax_of_its_head(monkeypatch, window, softcap, lengths, prefixes):
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    sinks = torch.linspace(-2, 3, 4).requires_grad_()
+    for way in (sdpa, attention.flash, attention.npu):  # the last two have kernels without sinks
+        agrees(way, lengths, window, softcap, 2, prefixes, sinks)
+
+
+def test_biases_are_refused():
+    with pytest.raises(NotImplementedError, match="adds a bias"):
+        attend(None, *arrays(ONE), None, position_bias=torch.zeros(1, 4, 11, 11))
 
 
 def last_of(query, key, value, scale, window, softcap):
     """Returns the attention of a sequence's last queries, aligned to the last key as in flash-attn."""
     before = key.shape[2] - query.shape[2]
     whole = torch.cat([torch.zeros_like(query[:, :, :1]).expand(-1, -1, before, -1), query], dim=2)
-    return formula(whole, key, value, (key.shape[2],), scale, window, softcap)[0, before:]
+    return formula(whole, key, value, None, (key.shape[2],), scale, window, softcap)[0, before:]
 
 
 @pytest.fixture
@@ -167,37 +179,7 @@ def test_heads_too_wide_for_flash_attn_go_another_way(flash_attn):
 
 @pytest.fixture
 def torch_npu(monkeypatch):
-    """A module that computes by the formula what an NPU would be asked for, and keeps what that was."""
-    asked = SimpleNamespace()
-
-    def npu_fusion_attention(q, k, v, heads, **how):
-        vars(asked).update(how, heads=heads)
-        ends = torch.tensor([0, *how["actual_seq_qlen"]])
-        rows = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return formula(*rows, tuple(ends.diff().tolist()), how["scale"], None, None)[0], None
-
-    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu_fusion_attention=npu_fusion_attention, __spec__=1))
-    return asked
-
-
-def test_an_npu_is_asked_for_the_same(torch_npu):
-    agrees(npu, RAGGED)
-    assert torch_npu.heads == 4
-    assert torch_npu.input_layout == "TND"
-    assert torch_npu.sparse_mode == 3
-    assert torch_npu.actual_seq_qlen == torch_npu.actual_seq_kvlen == (9, 14, 19, 24, 36, 37, 40, 43)
-    assert torch.equal(torch_npu.atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
-
-
-@pytest.mark.parametrize(("window", "softcap"), [(3, None), (None, 1.5)])
-def test_what_an_npu_does_not_do_goes_another_way(torch_npu, window, softcap):
-    agrees(npu, RAGGED, window, softcap)
-    assert not vars(torch_npu)
-
-
-def test_shared_prompts_go_another_way_than_an_npus(torch_npu):
-    agrees(npu, SHARING, prefixes=PREFIXES)
-    assert not vars(torch_npu)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__spec__=1))
 
 
 def test_auto_takes_the_kernel_of_the_device(flash_attn, torch_npu):

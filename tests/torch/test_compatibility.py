@@ -13,15 +13,28 @@ import areal_x_torch
 from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
-from areal_x_torch import attention, compatibility, dummy_model, kv_cache, loading, rope
+from areal_x_torch import attention, compatibility, dummy_model, kv_cache, loading, model, rope
 from tests.families import compared, random_model, tiny
+from tests.model_families import FAMILY_MODELS
 from tests.models import SIZES, trajectories, write_config
+from tests.thorough import further
 
 # With windows by the mask alone (the first two), by layer or everywhere, latent keys, mixtures, blocks in parallel.
-TAKEN = ["qwen2_moe", "phimoe", "exaone4", "gemma4_text", "deepseek_v3", "olmo3", "cohere2", "gpt_neox"]
+TAKEN = [
+    "qwen2_moe",
+    "phimoe",
+    "exaone4",
+    "gemma4_text",
+    "deepseek_v3",
+    "olmo3",
+    "cohere2",
+    "gpt_neox",
+    "gpt_oss",
+    "gemma2",
+    "granite",
+]
 REFUSED = {
     "doge": "does not train",  # computes its own mask
-    "gpt_oss": "sinks",
     "llama4_text": "chunks of",
     "deepseek_v32": "does not train",  # selects the tokens that it sees
     "granitemoehybrid": "mix the sequences",
@@ -34,7 +47,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 STATIC = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize("model_type", TAKEN)
+@pytest.mark.parametrize("model_type", [*TAKEN, *further(*(x for x in FAMILY_MODELS if x not in TAKEN))])
 def test_packed_rows_with_neighbours_and_samples_beyond_the_window_are_those_of_transformers(tmp_path, model_type):
     assert compared(model_type, tmp_path).startswith("agrees")
 
@@ -75,6 +88,12 @@ def test_what_is_short_stays_in_order_and_other_numbers_stay():
     assert (model.config.sliding_window, model.config.attention_chunk_size) == (7, 10)
     assert {layer.self_attn.sliding_window for layer in model.model.layers} == {4, None}
     assert model.config.max_window_layers == 28
+
+
+def test_the_probe_sees_scaled_logits(monkeypatch, tmp_path):
+    monkeypatch.setattr(compatibility, "_passed", set())
+    monkeypatch.setattr(model, "logit_scale_of", lambda model: 1.0)
+    assert "scales its logits" in compared("granite", tmp_path)
 
 
 def random_of(config):

@@ -63,13 +63,16 @@ def together(monkeypatch, processes, compute):
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 1.5)])
-def test_parts_of_a_row_attend_as_the_row_does(monkeypatch, processes, kv_heads, window, softcap):
+@pytest.mark.parametrize(("window", "softcap", "sunk"), [(None, None, False), (3, 1.5, False), (3, None, True)])
+def test_parts_of_a_row_attend_as_the_row_does(monkeypatch, processes, kv_heads, window, softcap, sunk):
     lengths = (*RAGGED, 1)  # 44 tokens: parts end within sequences
     inputs, scale = arrays(lengths, kv_heads), 0.7
-    attended = formula(*inputs, lengths, scale, window, softcap)
+    sinks = torch.linspace(-1, 2, 4).requires_grad_() if sunk else None
+    attended = formula(*inputs, sinks, lengths, scale, window, softcap)
     weights = torch.randn(attended.shape, generator=torch.Generator().manual_seed(1))
-    expected = attended, *(x.transpose(1, 2) for x in torch.autograd.grad((attended * weights).sum(), inputs))
+    of_sinks = [sinks] if sunk else []
+    *slopes, of_whole = torch.autograd.grad((attended * weights).sum(), [*inputs, *(of_sinks or inputs[:1])])
+    expected = attended, *(x.transpose(1, 2) for x in slopes)
     heads_of_keys = []
 
     def seen(query, key, *others):
@@ -81,12 +84,16 @@ def test_parts_of_a_row_attend_as_the_row_does(monkeypatch, processes, kv_heads,
         parts = [x.detach()[:, :, own].requires_grad_() for x in inputs]
         segments = Segments.of(lengths, context_parallel.ulysses(seen, group), CPU)
         extra = {"scaling": scale, "sliding_window": window, "softcap": softcap}
-        found = attend(None, *parts, None, segments=segments, **extra)[0]
-        grads = torch.autograd.grad((found * weights[:, own]).sum(), parts)
-        return found, *(x.transpose(1, 2) for x in grads)
+        copies = [x.detach().requires_grad_() for x in of_sinks]
+        found = attend(None, *parts, None, segments=segments, s_aux=copies[0] if copies else None, **extra)[0]
+        *grads, of_copy = torch.autograd.grad((found * weights[:, own]).sum(), [*parts, *(copies or parts[:1])])
+        return found, *(x.transpose(1, 2) for x in grads), of_copy
 
-    for found, whole in zip(zip(*together(monkeypatch, processes, compute), strict=True), expected, strict=True):
+    *found_parts, of_copies = zip(*together(monkeypatch, processes, compute), strict=True)
+    for found, whole in zip(found_parts, expected, strict=True):
         torch.testing.assert_close(torch.cat(found, dim=1), whole, atol=1e-5, rtol=1e-5)
+    if sunk:  # each process has a part of the gradient, which the trainer sums
+        torch.testing.assert_close(sum(of_copies), of_whole, atol=1e-5, rtol=1e-5)
     assert set(heads_of_keys) == {max(kv_heads // processes, 1)}
 
 

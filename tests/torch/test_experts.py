@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import transformers.models.gpt_oss.modeling_gpt_oss as gpt_oss
 import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,7 +27,7 @@ from areal_x.types import Batch
 from areal_x_torch import experts
 from areal_x_torch.sharding import check_model
 from areal_x_torch.trainer import Trainer
-from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs
+from tests.experts import REFUSED, assert_replays, batch_of_others, recorded
 from tests.models import SIZES, trajectories, write_config
 
 TOKENS, COUNT, PER_TOKEN = 11, 5, 2
@@ -99,11 +100,20 @@ def test_nothing_has_tokens_times_experts_times_features() -> None:
     assert max(kept) <= max(TOKENS * PER_TOKEN * 16, layer.gate_up_proj.numel())
 
 
-def test_experts_with_biases_are_refused() -> None:
-    layer = layer_of()
-    layer.has_bias = True
-    with pytest.raises(NotImplementedError, match="Qwen3MoeExperts have biases"):
-        experts.mixture(layer, *drawn(16))
+def test_experts_with_biases_give_what_transformers_own_loop_gives() -> None:
+    config = AutoConfig.for_model(
+        "gpt_oss", hidden_size=16, intermediate_size=8, num_local_experts=COUNT, num_experts_per_tok=PER_TOKEN
+    )
+    layer = gpt_oss.GptOssExperts(config)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+    x, chosen, weights = drawn(16)
+    slope = torch.randn(TOKENS, 16, generator=torch.Generator().manual_seed(1))
+    read = x.requires_grad_(), weights.requires_grad_(), *layer.parameters()
+    of_each = experts.mixture(layer, x, chosen, weights), type(layer).forward.__wrapped__(layer, x, chosen, weights)
+    torch.testing.assert_close(*of_each, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(*(torch.autograd.grad(said, read, slope) for said in of_each), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def make_trainer(directory: Path, **changes: Any) -> Trainer:
@@ -158,11 +168,7 @@ def replayable() -> tuple[list[Any], Any]:
 def test_a_trainer_replays_the_experts_that_the_engine_recorded(family: str, model_dir_of: Callable[[str], Path]) -> None:
     directory, (made, packed) = model_dir_of(family), replayable()
     trainer = make_trainer(directory, replay_experts=True)
-    for one, said in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
-        of_one = np.full((len(one), 2, 2), -1) if one.experts is None else one.experts
-        np.testing.assert_allclose(said, replayed_logprobs(directory, one.tokens, of_one), atol=1e-4)
-    free = make_trainer(directory).logprobs(packed.batch)
-    assert np.abs(free - trainer.logprobs(packed.batch)).max() > 0.1
+    assert_replays(trainer, make_trainer(directory), directory, made, packed)
     batch = expert_weights(packed.batch)
     expected = -float((batch.weights * trainer.logprobs(batch)).sum())
     assert trainer.update(batch, losses.sft)["loss"] == pytest.approx(expected, rel=1e-5)
@@ -212,7 +218,8 @@ def test_a_model_without_experts_cannot_replay_any(model_dir_of: Callable[[str],
     [
         ("qwen3", {"expert": 2}, r"mesh\.expert = 2 .* 1 for a model without experts: use mesh\.fsdp"),
         ("qwen3-moe", {"expert": 3}, r"mesh\.expert = 3 .* a divisor of the model's 4 experts"),
-        ("qwen2-moe", {"tensor": 2}, r"mesh\.tensor = 2 .* use mesh\.expert or mesh\.fsdp"),
+        ("qwen3-moe", {"tensor": 3}, r"mesh\.tensor = 3 .* mesh\.expert · mesh\.tensor divides the model's 4 experts"),
+        ("qwen3-moe", {"expert": 2, "tensor": 3}, r"mesh\.tensor = 3 .* divides the model's 4 experts"),
     ],
 )
 def test_meshes_that_cannot_split_a_mixture_are_refused(family, mesh, says, model_dir_of: Callable[[str], Path]) -> None:
@@ -231,36 +238,68 @@ def test_a_sampler_takes_a_mixture_from_its_trainer(model_dir_of: Callable[[str]
 
 
 GLM = {**SIZES, "model_type": "glm4_moe", "head_dim": 8, "moe_intermediate_size": 24, "n_routed_experts": 4}
-GLM |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+GLM |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_routers_with_sigmoids_are_pushed_and_replayed(normalised: bool, tmp_path: Path) -> None:
+    directory, (made, packed) = write_config(GLM | {"norm_topk_prob": normalised}, tmp_path), replayable()
+    trainer = make_trainer(directory, replay_experts=True)
+    assert_replays(trainer, make_trainer(directory), directory, made, packed)
+
+    batch = expert_weights(pack(made, 64).batch)  # one micro-batch
+    seen: list[tuple[np.ndarray, np.ndarray]] = []  # of each sequence, scores as shares and choices
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    theirs.model.layers[1].mlp.gate.register_forward_hook(
+        lambda _, __, found: seen.append((found[0].sigmoid().detach().numpy(), found[2].numpy()))
+    )
+    for one in made:
+        theirs(torch.tensor(one.tokens[None]).long())
+    scores, chosen = (np.concatenate(x) for x in zip(*seen, strict=True))
+    share = np.bincount(chosen.ravel(), minlength=4) / len(chosen)
+    expected = 4 * float((share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum())
+    pushed = make_trainer(directory, optimizer=STILL, balance=0.5).update(batch, losses.sft)
+    assert pushed["expert_imbalance"] == pytest.approx(expected, rel=1e-5)
+
+
+GROUPS = {"n_routed_experts": 8, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "topk_method": "greedy"}
+GRANITE = {**SIZES, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def test_routers_of_another_kind_are_neither_pushed_nor_replayed_but_trained(tmp_path: Path) -> None:
-    directory = write_config(GLM, tmp_path)
+    directory = write_config(GRANITE, tmp_path)
     for change in ({"balance": 0.1}, {"replay_experts": True}):
-        with pytest.raises(ConfigError, match="whose routers do not weigh experts by a softmax"):
+        with pytest.raises(ConfigError, match="whose routers weigh experts neither by a softmax nor by sigmoids"):
             make_trainer(directory, **change)
     said = make_trainer(directory).update(expert_weights(pack(trajectories(8, 5), 16).batch), losses.sft)
     assert "expert_imbalance" not in said
 
 
 @pytest.mark.parametrize(
-    ("family", "normalised"),
+    ("family", "expected"),
     [
-        ({"model_type": "qwen3_moe", "norm_topk_prob": True}, True),
-        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, False),
-        ({"model_type": "mixtral"}, True),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": True}, ("softmax", True, 1.0)),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, ("softmax", False, 1.0)),
+        ({"model_type": "mixtral"}, ("softmax", True, 1.0)),
         ({"model_type": "granitemoe"}, None),  # it says the same in another order
-        ({"model_type": "olmoe"}, False),
+        ({"model_type": "olmoe"}, ("softmax", False, 1.0)),
+        (
+            {"model_type": "deepseek_v2", **GROUPS, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+            ("softmax", False, 1.5),
+        ),
+        ({"model_type": "deepseek_v3", **GROUPS}, ("sigmoid", True, 2.5)),
+        ({"model_type": "deepseek_v3", **GROUPS, "routed_scaling_factor": 2.446}, ("sigmoid", True, 2.446)),
+        ({"model_type": "glm4_moe", **GROUPS, "norm_topk_prob": False}, ("sigmoid", False, 1.0)),
     ],
 )
-def test_whether_a_router_normalises_is_found_by_trying_it(family: dict[str, Any], normalised: bool | None) -> None:
+def test_how_a_router_weighs_is_found_by_trying_it(family: dict[str, Any], expected: tuple[str, bool, float] | None) -> None:
     torch.manual_seed(0)
     count = dict.fromkeys(("num_experts", "num_local_experts"), 8)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SIZES, **count, "num_experts_per_tok": 3, **family}))
     routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
     for router in routers:
         torch.nn.init.normal_(next(router.parameters()))
-    assert [experts.normalises(router) for router in routers] == [normalised] * 2
+    assert [experts.weighing_of(router) for router in routers] == [expected] * 2
 
 
 def test_a_frozen_mixture_says_to_the_last_bit_what_it_says_in_training(model_dir_of: Callable[[str], Path]) -> None:

@@ -63,6 +63,42 @@ def test_numbers_and_gradients_are_those_of_the_whole_softmax(inputs, teacher, c
     torch.testing.assert_close(mine, its, atol=rounding, rtol=1e-5)
 
 
+KEPT = ([3, 0, 9], None, [4], list(range(VOCABULARY)), [1, 10], None, [2, 5, 6, 7])  # by position; None keeps all
+
+
+def pairs() -> head.Kept:
+    found = [(i, token) for i, kept in enumerate(KEPT) for token in kept or ()]
+    positions, ids = torch.tensor(found[::-1]).T  # in any order
+    return head.Kept(positions, ids, POSITIONS)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("has_teacher", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_a_truncated_softmax_is_over_the_kept_tokens_alone(inputs, teacher, chunk, has_teacher, softcap):
+    """Against autograd of a sum over each position's own tokens. The divergence is of everything."""
+    hidden, weight, bias, _ = inputs
+    targets = torch.tensor([(kept or [8])[-1] for kept in KEPT])
+    beside = teacher if has_teacher else None
+    ours = head.logprobs(hidden, Head(weight, bias, softcap), targets, 0.7, chunk, True, beside, pairs())
+    logits = hidden @ weight.T + bias
+    logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / 0.7
+    expected = []
+    for own, kept, target in zip(logits, KEPT, targets.tolist(), strict=True):
+        of_kept = own[kept or list(range(VOCABULARY))].log_softmax(-1)
+        expected.append(torch.stack([own[target] - own[kept or slice(None)].logsumexp(-1), -(of_kept.exp() * of_kept).sum()]))
+    theirs = list(torch.stack(expected).T)
+    if has_teacher:
+        theirs.append(whole(hidden, weight, bias, targets, 0.7, teacher, softcap)[2])
+    torch.testing.assert_close(ours[: len(theirs)], tuple(theirs), atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(len(theirs), POSITIONS)
+    mine, its = (
+        torch.autograd.grad(sum((x * y).sum() for x, y in zip(outputs, upstream, strict=True)), [hidden, weight, bias])
+        for outputs in (ours[: len(theirs)], theirs)
+    )
+    torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+
+
 def test_what_nobody_wants_is_not_there(inputs):
     hidden, weight, _, targets = inputs
     assert head.logprobs(hidden, Head(weight, None), targets, 1.0, 3)[1:] == (None, None)

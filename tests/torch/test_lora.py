@@ -13,12 +13,19 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM
 
 from areal_x import export
+from areal_x.algorithms.weighting import token_mean
+from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError
 from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.lora import adaptable
 from tests.backend_moves import LOSS, deviations, learn, recorded_batches, trainer
+from tests.model_families import CASES
+from tests.models import trajectories, write_config
+from tests.thorough import further
+
+from .test_families import plain as plain_model
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, schedule="cosine", schedule_steps=8, weight_decay=0.1)
@@ -42,7 +49,7 @@ def taught(tiny_model_dir, batches):
     return made
 
 
-@pytest.mark.parametrize("first, second", [("jax", "torch"), ("torch", "jax")])
+@pytest.mark.parametrize("first, second", [("torch", "jax"), *further(("jax", "torch"))])
 def test_a_run_of_adapters_moves_between_backends(tiny_model_dir, batches, first, second):
     pytest.importorskip("areal_x_jax")
     settings = {"optimizer": OPTIMIZER, "lora": LORA}
@@ -79,13 +86,18 @@ def test_only_adapters_are_trained_and_have_moments(tiny_model_dir, taught):
     assert sum(p.grad is not None for p in taught.model.parameters() if not p.requires_grad) == 0
 
 
+def added(theirs, adapter):
+    """Adds the products of LORA's matrices to transformers' own kernels."""
+    for name, p in theirs.named_parameters():
+        a, b = (adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
+        if a is not None:
+            p += torch.tensor(b @ a) * (6.0 / 3)
+
+
 def test_the_adapted_model_is_transformers_with_the_products_added(tiny_model_dir, taught, batches):
     adapter, theirs = dict(taught.adapter()), AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            a, b = (adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
-            if a is not None:
-                p += torch.tensor(b @ a) * (6.0 / 3)
+        added(theirs, adapter)
         said = taught.logprobs(batches[0])
         tokens, segments = batches[0].tokens, batches[0].segment_ids
         for row in range(len(tokens)):
@@ -97,6 +109,30 @@ def test_the_adapted_model_is_transformers_with_the_products_added(tiny_model_di
         np.testing.assert_allclose(x, theirs.get_parameter(name).detach(), atol=1e-6)
         np.testing.assert_array_equal(snapshot[name].numpy(), x)
     assert snapshot.keys() == dict(taught.weights()).keys()
+
+
+@pytest.mark.parametrize("name", ["phi3-0", *further(*(x for x in CASES if x.endswith("-0") and x != "phi3-0"))])
+def test_adapters_of_each_family_are_transformers_with_the_products_added(name, tmp_path):
+    directory = write_config(CASES[name], tmp_path)
+    there = adaptable(loading.build(directory, "policy"))
+    targets = tuple(sorted({module.rpartition(".")[2] for module in there}))
+    made = make(directory, lora=replace(LORA, targets=targets))
+    packed = pack(trajectories(17, 9), 32)
+    batch = packed.batch.replace(
+        proximal_logp=packed.batch.behavior_logp,
+        advantages=packed.spread(np.array([1.0, -1.0], np.float32)),
+        weights=np.asarray(token_mean(packed.batch.mask, packed.batch.segment_ids), np.float32),
+    )
+    for _ in range(2):  # after which no matrix is 0
+        made.update(batch, LOSS)
+    adapter, theirs = dict(made.adapter()), plain_model(directory)
+    assert len(adapter) == 2 * len(there)
+    with torch.no_grad():
+        added(theirs, adapter)
+        for said, trajectory in zip(packed.gather(made.logprobs(batch)), trajectories(17, 9), strict=True):
+            tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))
+            logp = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            np.testing.assert_allclose(said[1:], logp, atol=2e-5)
 
 
 def test_the_export_is_the_adapters_model(tiny_model_dir, taught, batches, tmp_path):

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from areal_x.errors import UserError
 from areal_x.hf import adapters, model_dir
 from tests.launching import finished
-from tests.models import DIVISIBLE, write_config, write_random
+from tests.models import DIVISIBLE, EVEN, EXPERTS, SIZES, write_config, write_random
 from tests.thorough import further, run_values
 
 from .processes import trainer_of
@@ -31,6 +31,7 @@ MESHES = {
     "capped": ("gemma", {"tensor": 2}),
     "context": ("taught", {"context": 2}),
     "mixture": ("moe", {"fsdp": 2}),
+    "mixture-tensor": ("moe", {"tensor": 2}),
     "adapters-fsdp": ("adapted", {"fsdp": 2}),
     "adapters-tensor": ("adapted", {"tensor": 2}),
     "images-fsdp": ("qwen3_vl", {"fsdp": 2}),
@@ -39,6 +40,11 @@ MESHES = {
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
     "context-tensor": ("gemma", {"context": 2, "tensor": 2}),
     "context-experts": ("moe", {"context": 2, "expert": 2}),
+    "experts-tensor": ("shared-moe", {"expert": 2, "tensor": 2}),
+    "sinks": ("sinks-moe", {"context": 2, "expert": 2}),
+    "biased-experts": ("sinks-moe", {"fsdp": 2, "expert": 2}),
+    "latent-tensor": ("sigmoid-moe", {"fsdp": 2, "tensor": 2}),
+    "mixture-fsdp-tensor": ("moe", {"fsdp": 2, "tensor": 2}),
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
 }
 FIRST = ("fsdp", "distilled")
@@ -53,6 +59,16 @@ MORE: dict[str, dict[str, Any]] = {
 
 # 6 experts, of which 4 processes have no even part, in both of two layers.
 SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6, "num_hidden_layers": 2, "decoder_sparse_step": 1}
+
+# An expert beside those that are chosen.
+SHARED = SIZES | EVEN | EXPERTS | {"model_type": "qwen2_moe", "num_experts": 8, "shared_expert_intermediate_size": 24}
+# Experts with biases, unevenly many for each of two processes that share them, and attention with sinks.
+SINKS = SIZES | {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}
+SINKS |= {"layer_types": ["sliding_attention", "full_attention"]}
+# The same, in layers behind a dense one, with routers of another kind, and attention that is not divided.
+SIGMOID = SIZES | EVEN | EXPERTS | {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1}
+SIGMOID |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 8}
+SIGMOID |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +85,9 @@ def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: p
     save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True)
     write_random("even-gemma3", folder / "gemma")
     write_config(SIX_EXPERTS, folder / "moe")
+    write_config(SHARED, folder / "shared-moe")
+    write_config(SINKS, folder / "sinks-moe")
+    write_config(SIGMOID, folder / "sigmoid-moe")
     write_random("qwen3_vl", folder / "qwen3_vl")
     write_random("qwen2_5_vl", folder / "qwen2_5_vl")
     for name, of in (("taught", "qwen3"), ("adapted", "qwen2"), ("adapted-seeing", "qwen2_5_vl")):
@@ -85,7 +104,7 @@ def find(folder: Path, processes: int, meshes: Mapping[str, tuple[str, dict[str,
     asked = []
     for name, (model, mesh) in meshes.items():
         more = {what: str(folder / x) if what == "teacher" else x for what, x in MORE.get(model, {}).items()}
-        if model == "moe":  # how unevenly experts are chosen is said of what is computed at once
+        if "moe" in model:  # how unevenly experts are chosen is said of what is computed at once
             shares = mesh.get("fsdp", 1) * mesh.get("expert", 1)
             more["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
         asked.append({"name": name, "directory": str(folder / model), "processes": processes, **more, **mesh})

@@ -157,9 +157,12 @@ def test_both_backends_draw_with_the_same_numbers() -> None:
 def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float) -> None:
     rows = 4000
     logits = np.random.default_rng(vocabulary).normal(0, 2, vocabulary).astype(np.float32)
-    how = RowSampling.of(np.full(rows, 0.7), np.full(rows, top_p), np.full(rows, top_k), torch.device("cpu"))
+    no_min_p, cpu = np.zeros(rows), torch.device("cpu")
+    how = RowSampling.of(np.full(rows, 0.7), np.full(rows, top_p), np.full(rows, top_k), no_min_p, cpu)
     uniforms = torch.from_numpy(np.random.default_rng(0).uniform(size=(rows, 1)).astype(np.float32))
-    tokens, logprobs = (x.numpy() for x in sample(torch.from_numpy(np.tile(logits, (rows, 1))), uniforms, how))
+    tokens, logprobs, kept = sample(torch.from_numpy(np.tile(logits, (rows, 1))), uniforms, how)
+    assert (kept is None) == (not top_k)
+    tokens, logprobs = tokens.numpy(), logprobs.numpy()
     logits = logits.astype(np.float64) / 0.7
     expected = conformance.truncated(logits - np.log(np.exp(logits).sum()), top_k, top_p)
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
@@ -168,20 +171,24 @@ def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float
 
 def test_rows_that_ask_for_different_things_get_each_its_own() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4, 1)
-    how = RowSampling.of(np.array([0, 1, 1, 2.0]), np.array([1, 0.6, 1, 1.0]), np.array([2, 0, 1, 0]), torch.device("cpu"))
-    tokens, logprobs = sample(logits, torch.full((4, 1), 0.99), how)
+    logits = torch.cat([logits, logits[:1]])
+    top_p, top_k, min_p = np.array([1, 0.6, 1, 1, 1.0]), np.array([2, 0, 1, 0, 0]), np.array([0, 0, 0, 0, 0.31])
+    how = RowSampling.of(np.array([0, 1, 1, 2, 1.0]), top_p, top_k, min_p, torch.device("cpu"))
+    tokens, logprobs, kept = sample(logits, torch.full((5, 1), 0.99), how)
     hot = np.sqrt([0.5, 0.3, 0.15, 0.05])
-    assert tokens.tolist() == [0, 1, 0, 3]
-    expected = [0.5, 0.3 / 0.8, 1.0, hot[3] / hot.sum()]
+    assert tokens.tolist() == [0, 1, 0, 3, 1]
+    assert kept is not None
+    assert kept.sum(-1).tolist() == [0, 2, 1, 0, 2]  # 0.15 is less than 0.31 of 0.5
+    expected = [0.5, 0.3 / 0.8, 1.0, hot[3] / hot.sum(), 0.3 / 0.8]
     np.testing.assert_allclose(logprobs.exp(), expected, rtol=1e-5)
 
 
 def test_an_extreme_uniform_still_draws_a_token_that_has_mass() -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 30, (16, 400)).astype(np.float32))
     for kwargs in ({"top_p": np.full(16, 0.5), "top_k": np.full(16, 9)}, {"top_p": np.ones(16), "top_k": np.zeros(16, int)}):
-        how = RowSampling.of(np.ones(16), device=torch.device("cpu"), **kwargs)
+        how = RowSampling.of(np.ones(16), min_p=np.zeros(16), device=torch.device("cpu"), **kwargs)
         for extreme in (2.0**-24, 1 - 2.0**-24):
-            _, logprobs = sample(logits, torch.full((16, 1), extreme), how)
+            _, logprobs, _ = sample(logits, torch.full((16, 1), extreme), how)
             assert torch.isfinite(logprobs).all()
 
 

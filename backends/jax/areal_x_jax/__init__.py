@@ -43,6 +43,9 @@ if TYPE_CHECKING:  # mypy checks that the contract is fulfilled
     def _measures_memory(own: Trainer) -> trainer.MeasuresMemory:
         return own
 
+    def _keeps_logprobs(own: Trainer) -> trainer.KeepsLogprobs:
+        return own
+
     def _sampler(own: Sampler) -> sampler.Sampler:
         return own
 

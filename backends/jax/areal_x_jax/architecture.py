@@ -13,7 +13,7 @@ from typing import Any
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import text_config
 from areal_x_jax.families import ParsedConfig, parse_config, refuse_features
-from areal_x_jax.rope import Rope, ropes_of
+from areal_x_jax.rope import Rope, rope_indices, ropes_of
 from areal_x_jax.vision_architecture import VisionArchitecture, read_vision_architecture
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -38,6 +38,10 @@ class Experts:
 
     dense: tuple[int, ...] = ()
     """Layers that keep a plain MLP."""
+
+    clamp: tuple[float, float] | None = None
+    """Slope and limit of a clamped activation, α and l in `experts.clamped`, for experts and a
+    router with biases; None for a gated MLP without."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,10 @@ class Architecture:
     intermediate: int
     eps: float
     ropes: tuple[Rope, ...]
-    """The rotation of layers with full attention and, if it differs, of those with a window."""
+    """The rotations that layers have."""
+
+    layer_ropes: tuple[int, ...]
+    """For each layer the index of its rotation."""
 
     windows: tuple[int, ...]
     """For each layer the number of tokens that a token sees, itself included; 0 is all."""
@@ -79,6 +86,7 @@ class Architecture:
     """Those of QKV, OUT and MLP that exist."""
 
     qk_norm: bool
+    """True if each head's query and key are normalised."""
 
     tied: bool
     """True if the head is the transposed embedding."""
@@ -88,8 +96,39 @@ class Architecture:
 
     activation: str = "silu"
 
+    wide_qk_norm: bool = False
+    """True if all heads' are together."""
+
     embed_scale: float = 1.0
     """Factor of embeddings."""
+
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add."""
+
+    logit_scale: float = 1.0
+    """Factor of logits, and so of the head's input."""
+
+    interleaved: bool = False
+    """True if a rotation's pairs are neighbouring features."""
+
+    sinks: bool = False
+    """True if each head has a score that competes with its keys' and adds nothing. Source: arXiv
+    2309.17453."""
+
+    fused: tuple[str, ...] = ()
+    """Kernels that are one parameter: "qkv", "gate_up"."""
+
+    names: tuple[tuple[str, str], ...] = ()
+    """Hugging Face's modules of parameters whose names differ from other families'."""
+
+    centred: bool = False
+    """True if norms subtract the mean."""
+
+    parallel: bool = False
+    """True if attention and MLP read the same normalised input."""
+
+    in_norms: bool = True
+    """True if the inputs of attention and MLP are normalised."""
 
     norm_offset: bool = False
     """True if a norm's scale is 1 + its weight."""
@@ -126,10 +165,6 @@ class Architecture:
             "sparse": tuple(layer for layer in every if layer not in dense),
         }[stack]
 
-    def rope_of(self, layer: int) -> int:
-        """Returns the index in `ropes` of a layer's rotation."""
-        return int(len(self.ropes) > 1 and self.windows[layer] > 0)
-
 
 def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Architecture:
     """Reads a Hugging Face config.
@@ -144,6 +179,11 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
     kv_heads = text.num_key_value_heads or heads
     activation = text.hidden_activation if gemma else text.hidden_act
     windows, ropes = windows_of(described, config), ropes_of(described)
+    turned = int(head_dim * ropes[0].part)
+
+    def own(name: str, default: float) -> float:
+        return float(getattr(text, name)) if name in family.reads else default
+
     refuse_features(
         {
             f"the activation {activation!r}": activation not in ACTIVATIONS,
@@ -151,7 +191,10 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
             f"attn_logit_softcapping = {getattr(text, 'attn_logit_softcapping', None)}, which transformers leaves out": (
                 gemma and bool(text.attn_logit_softcapping)
             ),
-            f"heads of {head_dim} features, which have no halves": head_dim % 2 > 0,
+            f"heads of {head_dim} features, of which {turned} are rotated in pairs": turned % 2 > 0,
+            f"the activation {activation!r} where this family clamps another": (
+                family.clamped and activation != "silu"
+            ),
         }
     )
     if heads % kv_heads:
@@ -173,18 +216,33 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=text.intermediate_size,
-        eps=text.rms_norm_eps,
+        eps=text.layer_norm_eps if family.centred else text.rms_norm_eps,
         ropes=ropes,
+        layer_ropes=rope_indices(described, windows),
         windows=windows,
-        scale=(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        scale=own(
+            "attention_multiplier", (text.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+        ),
         biases=frozenset([*asked, *family.always]),
         qk_norm=family.qk_norm,
         tied=bool(described.whole.tie_word_embeddings),
         scores=head != "policy",
         activation=ACTIVATIONS[activation],
-        embed_scale=text.hidden_size**0.5 if gemma else 1.0,
+        wide_qk_norm=family.wide_qk_norm,
+        embed_scale=own("embedding_multiplier", text.hidden_size**0.5 if gemma else 1.0),
+        residual_scale=own("residual_multiplier", 1.0),
+        logit_scale=(
+            own("logit_scale", 1.0) / own("logits_scaling", 1.0) if head == "policy" else 1.0
+        ),
+        interleaved=family.interleaved,
+        sinks=family.sinks,
+        fused=family.fused,
+        names=family.names,
+        centred=family.centred,
+        parallel=family.parallel,
+        in_norms=family.in_norms,
         norm_offset=gemma,
-        out_norms=gemma,
+        out_norms=family.out_norms,
         logit_softcap=(getattr(text, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
         experts=experts_of(described),
         vision=vision,
@@ -226,6 +284,9 @@ def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int,
             f"sliding_window = {width} in layers with a window": (
                 any(sliding) and not (width or 0) > 0
             ),
+            "layers with a window beside use_sliding_window = False": (
+                any(sliding) and not getattr(text, "use_sliding_window", True)
+            ),
             "layer_types, which transformers leaves out in this family": (
                 bool(listed) and listed[:layers] != sliding
             ),
@@ -248,8 +309,10 @@ def experts_of(described: ParsedConfig) -> Experts | None:
     family, text = described.family, described.text
     if not family.sparse:
         return None
-    layers, plain = range(text.num_hidden_layers), set(text.mlp_only_layers)
-    sparse = [i for i in layers if i not in plain and (i + 1) % text.decoder_sparse_step == 0]
+    # Mixtures without these fields have experts in every layer, and their weights sum to 1.
+    layers, plain = range(text.num_hidden_layers), set(getattr(text, "mlp_only_layers", ()))
+    step = getattr(text, "decoder_sparse_step", 1)
+    sparse = [i for i in layers if i not in plain and (i + 1) % step == 0]
     if not sparse or not text.num_experts:
         return None
     if text.num_experts_per_tok > text.num_experts:
@@ -262,10 +325,11 @@ def experts_of(described: ParsedConfig) -> Experts | None:
     return Experts(
         count=text.num_experts,
         per_token=text.num_experts_per_tok,
-        intermediate=text.moe_intermediate_size,
-        normalised=bool(text.norm_topk_prob),
+        intermediate=getattr(text, "moe_intermediate_size", text.intermediate_size),
+        normalised=bool(getattr(text, "norm_topk_prob", True)),
         shared=shared,
         dense=tuple(i for i in layers if i not in sparse),
+        clamp=(float(text.swiglu_alpha), float(text.swiglu_limit)) if family.clamped else None,
     )
 
 

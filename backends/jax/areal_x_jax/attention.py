@@ -45,25 +45,34 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     implementation: str = "auto",
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "rows queries features"]:
     """Returns softmax(scale * query @ key) @ value over the visible keys; features are heads *
     head_dim. The softmax is in fp32.
 
-    heads share kv_heads in equal groups. softcap: if not 0, scores are softcap * tanh(scores /
-    softcap). implementation: "dense", "blocked", a name in CANDIDATES, or "auto": this platform's
-    candidate if it supports the call and is trusted, else dense for short rows and blocked for long
-    ones.
+    heads share kv_heads in equal groups. sinks: a score of each head that the softmax has beside
+    the keys', with a value of 0. softcap: if not 0, scores are softcap * tanh(scores / softcap).
+    implementation: "dense", "blocked", a name in CANDIDATES, or "auto": this platform's candidate
+    if it supports the call and is trusted, else dense for short rows and blocked for long ones.
 
     Raises: ConfigError for an unknown name, or a candidate that cannot work here.
     """
-    chosen = choose(query, key, mask, softcap, implementation)
-    return chosen(query, key, value, mask, scale, softcap).reshape(*query.shape[:2], -1)
+    chosen = choose(query, key, mask, softcap, implementation, sinks is not None)
+    with_sinks = {} if sinks is None else {"sinks": sinks}
+    attended = chosen(query, key, value, mask, scale, softcap, **with_sinks)
+    return attended.reshape(*query.shape[:2], -1)
 
 
 def choose(
-    query: Array, key: Array, mask: AttentionMask, softcap: float, implementation: str
+    query: Array,
+    key: Array,
+    mask: AttentionMask,
+    softcap: float,
+    implementation: str,
+    sinks: bool = False,
 ) -> Attend:
-    """Returns the implementation that `attend` calls."""
+    """Returns the implementation that `attend` calls. sinks: whether it is given any, which no
+    candidate takes."""
     one_of("model.attention", implementation, ("auto", "dense", "blocked", *CANDIDATES))
     if implementation in ("dense", "blocked"):
         return dense if implementation == "dense" else blocked
@@ -72,7 +81,8 @@ def choose(
     for name, candidate in CANDIDATES.items():
         if implementation not in ("auto", name):
             continue
-        if platform == candidate.platform and candidate.takes(query, key, mask, softcap):
+        takes = not sinks and candidate.takes(query, key, mask, softcap)
+        if platform == candidate.platform and takes:
             group = query.shape[2] // key.shape[2]
             return (
                 candidate.attend
@@ -83,6 +93,6 @@ def choose(
             raise ConfigError(
                 "model.attention",
                 implementation,
-                f"'auto', 'dense' or 'blocked' here: {name} needs {candidate.needs}",
+                f"'auto', 'dense' or 'blocked' here: {name} needs {candidate.needs}, and no sinks",
             )
     return plain

@@ -21,6 +21,7 @@ from areal_x_jax.dense_attention import (
     Keys,
     Queries,
     group_heads,
+    group_sinks,
     is_statically_zero,
     softcapped,
     visible_keys,
@@ -41,9 +42,10 @@ def blocked(
     scale: float,
     softcap: float = 0.0,
     block: int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Queries:
     """Attention with one block of queries and one of keys at a time. Padding attends to nothing and
-    gets 0.
+    gets 0. sinks: see `areal_x_jax.attention.attend`.
 
     The forward pass saves the output and the log of each softmax's denominator. Rows of a batch go
     through the blocks together, so a pair of blocks is computed if any row has a visible key in it.
@@ -58,7 +60,8 @@ def blocked(
     # head_dim]
     grouped = jnp.moveaxis(_split(group_heads(query * scale, key.shape[2]), queries), 3, 2)
     key, value = (jnp.moveaxis(_split(x, keys), 3, 2) for x in (key, value))
-    attended = _attend_blocks(softcap, grouped, key, value, ids)
+    grouped_sinks = None if sinks is None else group_sinks(sinks, key.shape[2])
+    attended = _attend_blocks(softcap, grouped, key, value, grouped_sinks, ids)
     attended = jnp.moveaxis(attended, 0, 1)  # [rows, blocks, kv_heads, queries, group, head_dim]
     attended = jnp.moveaxis(attended, 2, 3).reshape(query.shape[0], -1, *query.shape[2:])
     return attended[:, : query.shape[1]]
@@ -132,12 +135,14 @@ def within_reach(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_blocks(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) -> Array:
-    return _forward(softcap, query, key, value, ids)[0]
+def _attend_blocks(
+    softcap: float, query: Array, key: Array, value: Array, sinks: Array | None, ids: _Ids
+) -> Array:
+    return _forward(softcap, query, key, value, sinks, ids)[0]
 
 
 def _forward(
-    softcap: float, query: Array, key: Array, value: Array, ids: _Ids
+    softcap: float, query: Array, key: Array, value: Array, sinks: Array | None, ids: _Ids
 ) -> tuple[Array, tuple[Any, ...]]:
     def one(at: tuple[Array, ...]) -> tuple[Array, Array]:
         index, reached, query = at
@@ -162,8 +167,14 @@ def _forward(
 
         nothing = jnp.zeros_like(query, jnp.float32)
         of_each = nothing[..., 0]
+        # A sink is the first score of each softmax, of which there is no product.
+        before = (
+            (of_each + HIDDEN, of_each)
+            if sinks is None
+            else (of_each + sinks[:, None], of_each + 1)
+        )
         top, total, attended = jax.lax.fori_loop(
-            reached.first, reached.end, add, (of_each + HIDDEN, of_each, nothing)
+            reached.first, reached.end, add, (*before, nothing)
         )
         # A query without visible keys has summed the weights of hidden ones.
         sees_any = top > HIDDEN / 2
@@ -173,13 +184,13 @@ def _forward(
 
     attended, log_total = jax.lax.map(one, (jnp.arange(len(query)), reach(ids), query))
     attended, log_total = checkpoint_name(attended, KEPT), checkpoint_name(log_total, KEPT)
-    return attended, (query, key, value, ids, attended, log_total)
+    return attended, (query, key, value, sinks, ids, attended, log_total)
 
 
 def _backward(
     softcap: float, saved: tuple[Any, ...], gradient: Array
-) -> tuple[Array, Array, Array, None]:
-    query, key, value, ids, attended, log_total = saved
+) -> tuple[Array, Array, Array, Array | None, None]:
+    query, key, value, sinks, ids, attended, log_total = saved
 
     def one(sums: tuple[Array, Array], at: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         index, reached, query, gradient, attended, log_total = at
@@ -213,7 +224,11 @@ def _backward(
     nothing = jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32)
     blocks = jnp.arange(len(query)), reach(ids), query, gradient, attended, log_total
     (d_key, d_value), d_query = jax.lax.scan(one, nothing, blocks)
-    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    d_sinks = None
+    if sinks is not None:
+        shift = jnp.sum(gradient.astype(jnp.float32) * attended, axis=-1)
+        d_sinks = -jnp.sum(jnp.exp(sinks[:, None] - log_total) * shift, axis=(0, 1, 3))
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), d_sinks, None
 
 
 _attend_blocks.defvjp(_forward, _backward)

@@ -36,8 +36,8 @@ class AttentionMask(NamedTuple):
 
 Queries: TypeAlias = Float[Array, "rows queries heads head_dim"]
 Keys: TypeAlias = Float[Array, "rows keys kv_heads head_dim"]  # and values
-# query, key, value, mask, scale, softcap → shaped like query
-Attend: TypeAlias = Callable[[Array, Array, Array, AttentionMask, float, float], Array]
+# query, key, value, mask, scale, softcap and, with `dense` and `blocked`, sinks → shaped like query
+Attend: TypeAlias = Callable[..., Array]
 
 
 def visible_keys(
@@ -90,18 +90,25 @@ def dense(
     mask: AttentionMask,
     scale: float,
     softcap: float = 0.0,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Queries:
     """Attention with all scores at once; the queries of a group read their shared key and value in
-    place.
+    place. sinks: see `areal_x_jax.attention.attend`.
 
     The scores are [rows, kv_heads, queries, group, keys], as the product gives them: any other
     order would copy them.
     """
     grouped = group_heads(query * scale, key.shape[2])
     scores = jnp.einsum("blgrd,bmgd->bglrm", grouped, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(softcapped(scores, softcap) + attention_bias(mask), axis=-1).astype(
-        value.dtype
-    )
+    scores = softcapped(scores, softcap) + attention_bias(mask)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    else:
+        sink = group_sinks(sinks, key.shape[2])[:, None, :, None]
+        top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+        weights = jnp.exp(scores - top)
+        total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
+        weights = (weights / total).astype(value.dtype)
     attended = jnp.einsum("bglrm,bmgd->bglrd", weights, value)
     return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
 
@@ -109,6 +116,11 @@ def dense(
 def group_heads(query: Queries, kv_heads: int) -> Float[Array, "rows queries kv_heads group _"]:
     rows, queries, heads, head_dim = query.shape
     return query.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim)
+
+
+def group_sinks(sinks: Float[Array, " heads"], kv_heads: int) -> Float[Array, "kv_heads group"]:
+    """Groups heads as `group_heads` does, in fp32."""
+    return sinks.astype(jnp.float32).reshape(kv_heads, -1)
 
 
 def softcapped(x: Float[Array, ...], cap: float) -> Float[Array, ...]:

@@ -11,6 +11,7 @@ summed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -39,11 +40,15 @@ def route(
     router: Float[Array, "hidden experts"],
     x: Float[Array, "... hidden"],
     recorded: Int[Array, "... per_token"] | None = None,
+    bias: Float[Array, " experts"] | None = None,
 ) -> Routing:
     """Returns the most probable experts of each token; with `recorded`, those that the engine chose
     when it sampled the token (-1 if it recorded none), so that trainer and engine compute the same
     function. Source of the replay: arXiv 2510.11370."""
-    probabilities = jax.nn.softmax((x @ router.astype(x.dtype)).astype(jnp.float32), axis=-1)
+    logits = x @ router.astype(x.dtype)
+    if bias is not None:
+        logits = logits + bias.astype(x.dtype)
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
     if recorded is not None:
         chosen = jnp.where(recorded >= 0, recorded, chosen)
@@ -59,51 +64,65 @@ def mixture(
     routing: Routing,
     activation: Activation,
     partitioner: Partitioner,
+    clamp: tuple[float, float] | None = None,
 ) -> Float[Array, "rows length hidden"]:
     """Returns the weighted sum of the chosen experts' outputs. layer: experts_gate, experts_up
-    [experts, hidden, intermediate] and experts_down."""
-    gate, up, down = (layer[f"experts_{name}"] for name in ("gate", "up", "down"))
+    [experts, hidden, intermediate] and experts_down; with `clamp` (see `Experts`) experts_gate_up,
+    whose gates and ups alternate, and experts_down, both with biases."""
+    own = {
+        name.removeprefix("experts_"): value
+        for name, value in layer.items()
+        if name.startswith("experts_")
+    }
+    compute = partial(grouped, activation, clamp)
     if partitioner.size("expert") == 1:
-        return grouped(x, routing.chosen, routing.weights, gate, up, down, 0, activation)
+        return compute(x, routing.chosen, routing.weights, own, 0)
 
-    def part(x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
+    def part(x: Array, chosen: Array, weights: Array, own: Params) -> Array:
         x, chosen, weights = (
             jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, chosen, weights)
         )
-        first = jax.lax.axis_index("expert") * gate.shape[0]
-        combined = grouped(x, chosen, weights, gate, up, down, first, activation)
+        first = jax.lax.axis_index("expert") * own["down"].shape[0]
+        combined = compute(x, chosen, weights, own, first)
         return jax.lax.psum_scatter(combined, "expert", scatter_dimension=0, tiled=True)
 
     spec = PartitionSpec("expert")
-    return partitioner.shard_map(part, (spec,) * 6, spec, ("expert",))(
-        x, routing.chosen, routing.weights, gate, up, down
+    # Stages are an axis of the arrays around this function (areal_x_jax.pipeline).
+    axes = ("expert",) if partitioner.size("stage") == 1 else ("stage", "expert")
+    return partitioner.shard_map(part, (spec,) * 4, spec, axes)(
+        x, routing.chosen, routing.weights, own
     )
 
 
 def grouped(
+    activation: Activation,
+    clamp: tuple[float, float] | None,
     x: Array,
     chosen: Array,
     weights: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
+    own: Params,
     first: Array | int,
-    activation: Activation,
 ) -> Array:
-    """Computes the experts `first`, first + 1, … whose kernels are given; others contribute
+    """Computes the experts `first`, first + 1, … whose parameters are given; others contribute
     nothing."""
-    per_token, here = chosen.shape[-1], gate.shape[0]
+    per_token, here = chosen.shape[-1], own["down"].shape[0]
     tokens = x.reshape(-1, x.shape[-1])
-    own = chosen.reshape(-1) - first
+    which = chosen.reshape(-1) - first
     # Choices of other devices' experts come last, in no group.
-    own = jnp.where((own >= 0) & (own < here), own, here)
-    order = jnp.argsort(own, stable=True)
-    sizes = jnp.bincount(own, length=here).astype(jnp.int32)
+    which = jnp.where((which >= 0) & (which < here), which, here)
+    order = jnp.argsort(which, stable=True)
+    sizes = jnp.bincount(which, length=here).astype(jnp.int32)
+
+    def product(x: Array, name: str) -> Array:
+        y = jax.lax.ragged_dot(x, own[name], sizes)
+        return y + own[f"{name}_bias"][which[order]] if f"{name}_bias" in own else y
+
     sorted_tokens = tokens[order // per_token]
-    inner = activation(jax.lax.ragged_dot(sorted_tokens, gate, sizes)) * jax.lax.ragged_dot(
-        sorted_tokens, up, sizes
-    )
-    outputs = jax.lax.ragged_dot(inner, down, sizes)
+    if clamp is None:
+        inner = activation(product(sorted_tokens, "gate")) * product(sorted_tokens, "up")
+    else:
+        inner = clamped(product(sorted_tokens, "gate_up"), *clamp)
+    outputs = product(inner, "down")
     outputs = (
         jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], outputs, 0)
         * weights.reshape(-1)[order][:, None]
@@ -111,6 +130,16 @@ def grouped(
     # In the order of tokens, so that the sum does not depend on the routing.
     back = outputs[jnp.argsort(order)]
     return back.reshape(len(tokens), per_token, -1).sum(1).reshape(x.shape)
+
+
+def clamped(
+    gate_up: Float[Array, "tokens both"], slope: float, limit: float
+) -> Float[Array, "tokens half"]:
+    """Returns (u + 1) · g · sigmoid(α · g), where g, even features, is at most the limit, and u, odd
+    ones, within ± the limit. Source: gpt-oss, arXiv 2508.10925."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(gate * slope)
 
 
 def imbalance(routing: Routing, counted: Bool[Array, ...]) -> Float[Array, ""]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import CAUSAL, CLASSIFIER, CONDITIONAL, stem
+from areal_x.hf.model_parts import with_parts
 
 QKV, OUT, MLP = (
     "biases of queries, keys and values",
@@ -52,7 +53,71 @@ class Family:
     has_vision: bool = False
     """True for vision-language models."""
 
+    wide_qk_norm: bool = False
+    """True if all heads' queries are normalised together, and all keys."""
 
+    in_norms: bool = True
+    """True if the inputs of attention and MLP are normalised."""
+
+    out_norms: bool = False
+    """True if their outputs are, before they are added."""
+
+    parallel: bool = False
+    """True if attention and MLP read the same normalised input."""
+
+    centred: bool = False
+    """True if norms subtract the mean (layer norm)."""
+
+    interleaved: bool = False
+    """True if a rotation's pairs are neighbouring features and not halves of a head."""
+
+    unturned: str = ""
+    """Layers whose positions are not rotated: those that "no_rope_layers" lists as 0, or the "full"
+    ones beside those with a window; "" for none."""
+
+    ropes_by_kind: bool = False
+    """True if layers with full attention and those with a window have rotations of their own."""
+
+    sinks: bool = False
+    """True if each head has a score that competes with its keys' and adds nothing."""
+
+    clamped: bool = False
+    """True if experts have biases and a clamped activation, and are saved all in one tensor."""
+
+    fused: tuple[str, ...] = ()
+    """Kernels that are saved as one: "qkv", "gate_up"."""
+
+    reads: tuple[str, ...] = ()
+    """Fields of FOREIGN that this family has."""
+
+    names: tuple[tuple[str, str], ...] = ()
+    """Modules of some parameters (areal_x_jax.parameters) where they have other names than
+    elsewhere."""
+
+
+# Granite's, of embeddings, outputs of attention and MLP, scores and (as a divisor) logits.
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
+OUT_NORMS = (
+    ("attention_out_norm", "post_attention_layernorm"),
+    ("mlp_out_norm", "post_feedforward_layernorm"),
+)
+OLMO: dict[str, Any] = {
+    **dict.fromkeys(("qk_norm", "wide_qk_norm", "out_norms"), True),
+    "in_norms": False,
+    "names": OUT_NORMS,
+}
+COHERE: dict[str, Any] = {
+    **dict.fromkeys(("parallel", "centred", "interleaved"), True),
+    "reads": ("logit_scale",),
+}
+GLM: dict[str, Any] = {"windows": "none", "interleaved": True, "fused": ("gate_up",)}
+PARTLY_TURNED = ("partial_rotary_factor",)
+MIXTRAL_EXPERTS = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", ATTENTION_BIAS, qk_norm=True),
     "Qwen3MoeForCausalLM": Family(
@@ -62,7 +127,64 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family("qwen2_moe", {"qkv_bias": (QKV,)}, sparse=True, shared=True),
     "LlamaForCausalLM": Family("llama", {**ATTENTION_BIAS, "mlp_bias": (MLP,)}, windows="none"),
     "MistralForCausalLM": Family("mistral", windows="all"),
-    "Gemma3ForCausalLM": Family("gemma3_text", ATTENTION_BIAS, qk_norm=True, gemma=True),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        windows="all",
+        sparse=True,
+        names=(
+            ("router", "block_sparse_moe.gate"),
+            *(
+                (f"experts_{x}", f"block_sparse_moe.experts.{{expert}}.{w}")
+                for x, w in MIXTRAL_EXPERTS
+            ),
+        ),
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        ATTENTION_BIAS,
+        qk_norm=True,
+        gemma=True,
+        out_norms=True,
+        ropes_by_kind=True,
+        names=(*OUT_NORMS, ("mlp_norm", "pre_feedforward_layernorm")),
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        ATTENTION_BIAS,
+        sparse=True,
+        sinks=True,
+        clamped=True,
+        names=(("router", "mlp.router"), ("router_bias", "mlp.router")),
+    ),
+    "Olmo2ForCausalLM": Family("olmo2", ATTENTION_BIAS, windows="none", **OLMO),
+    "Olmo3ForCausalLM": Family("olmo3", ATTENTION_BIAS, ropes_by_kind=True, **OLMO),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        {**ATTENTION_BIAS, "mlp_bias": (MLP,)},
+        unturned="listed",
+        reads=("no_rope_layers",),
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        {**ATTENTION_BIAS, "mlp_bias": (MLP,)},
+        windows="none",
+        reads=MULTIPLIERS,
+    ),
+    "CohereForCausalLM": Family("cohere", ATTENTION_BIAS, windows="none", **COHERE),
+    "Cohere2ForCausalLM": Family("cohere2", ATTENTION_BIAS, unturned="full", **COHERE),
+    "Phi3ForCausalLM": Family("phi3", windows="all", fused=("qkv", "gate_up"), reads=PARTLY_TURNED),
+    "GlmForCausalLM": Family("glm", {"attention_bias": (QKV,)}, reads=PARTLY_TURNED, **GLM),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        {"attention_bias": (QKV,)},
+        out_norms=True,
+        reads=PARTLY_TURNED,
+        names=(
+            ("attention_out_norm", "post_self_attn_layernorm"),
+            ("mlp_out_norm", "post_mlp_layernorm"),
+        ),
+        **GLM,
+    ),
     "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", always=(QKV,), has_vision=True),
     "Qwen3VLForConditionalGeneration": Family(
         "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, has_vision=True
@@ -121,6 +243,7 @@ def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
     foreign = FOREIGN | ({} if family.gemma else dict.fromkeys(FOREIGN_BUT_TO_GEMMA, ()))
     if not family.shared:
         foreign["shared_expert_intermediate_size"] = ()
+    foreign = {name: values for name, values in foreign.items() if name not in family.reads}
     given = {name: part[name] for part in (config, of_text) for name in foreign if part.get(name)}
     refuse_features(
         {f"{name} = {value!r}": value not in foreign[name] for name, value in given.items()}
@@ -137,7 +260,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
     if name is None:
         raise UserError(
-            f"the JAX backend does not know the architecture {given}; it knows"
+            f"the JAX backend does not know the architecture {given}{with_parts(config)}; it knows"
             f" {', '.join(FAMILIES)} (the torch backend trains most causal language models of"
             " transformers)"
         )

@@ -93,6 +93,7 @@ class Forward:
             softcap=self.arch.logit_softcap,
             partitioner=self.partitioner,
             tied=self.arch.tied,
+            kept=batch.kept,
         )
         return Policy(logp=logp, entropy=entropies, divergence=divergence), imbalance
 
@@ -131,6 +132,9 @@ class Forward:
         devices = self.partitioner.size(*ROW_AXES)
         tokens = batch.tokens.size // self.partitioner.size(*ROW_AXES, "context")
         saved = tokens * saved_activations(self.arch)
+        if (stages := self.partitioner.size("stage")) > 1:  # turns without rows save as much
+            turns = len(batch.tokens) // devices
+            saved = saved * (turns + stages - 1) // (turns * stages)
         if images is not None and self.arch.vision is not None:
             patches = images.patch_layout.rows.size // devices
             saved += patches * saved_activations_per_patch(self.arch.vision)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from areal_x.types import Divergence
 from areal_x_jax.dense_attention import HIDDEN, softcapped
@@ -29,6 +29,7 @@ from areal_x_jax.sharding import AXES, ONE_DEVICE, ROW_AXES, Partitioner
 # such arrays.
 LOGITS = 2**24
 NARROWEST = 512  # least columns or positions at once: narrower products are slow
+WORD = 32  # bits of a word
 
 
 class Teacher(NamedTuple):
@@ -54,6 +55,7 @@ def logprobs(
     softcap: float = 0.0,
     partitioner: Partitioner = ONE_DEVICE,
     tied: bool = False,
+    kept: Int[Array, "rows most 2"] | None = None,
 ) -> tuple[
     Float[Array, "rows length"],
     Float[Array, "rows length"] | None,
@@ -68,7 +70,9 @@ def logprobs(
     positions have, but at least one position of each row; 0 chooses by the vocabulary size.
     softcap: of the logits, before the temperature. partitioner: with its axis "tensor" each device
     has the logits of a part of the vocabulary, and only sums are exchanged. tied: True if the
-    kernel is a transposed array, which is then read in place instead of copied.
+    kernel is a transposed array, which is then read in place instead of copied. kept: see
+    `areal_x.types.Batch`; the softmax of a token that has any is over these ids alone, but not that
+    of a divergence.
     """
     rows, length = tokens.shape
     apart, least = partitioner.size(*ROW_AXES), 1 if chunk else NARROWEST
@@ -84,6 +88,7 @@ def logprobs(
             hidden.reshape(-1, hidden.shape[-1]),
             kernel.T if tied else kernel,
             jnp.roll(tokens, -1, axis=1).reshape(-1),
+            kept,
         )
         outputs = jax.tree.map(
             lambda x: x.reshape(rows, length)[:, :-1], (*_by_blocks(blocks, *flat), None)
@@ -106,19 +111,33 @@ def logprobs(
             jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1
         )
 
-    def one(part: tuple[Array, Array, Array | None]) -> tuple[Array, Array | None, Array | None]:
-        hidden, targets, of_teacher = part
-        logits = logits_of(hidden, kernel, softcap)
+    def one(
+        part: tuple[Array, Array, Array | None, KeptWords | None],
+    ) -> tuple[Array, Array | None, Array | None]:
+        hidden, targets, of_teacher, words = part
+        logits = every_logit = logits_of(hidden, kernel, softcap)
+        if words is not None:
+            logits = jnp.where(words.mask(logits.shape[-1]), logits, HIDDEN)
         chosen = chosen_of(logits, targets)
         total = jax.nn.logsumexp(logits, axis=-1)
         divergence = None
         if teacher is not None:
             theirs = logits_of(of_teacher, teacher.kernel, teacher.softcap)
             both = min(logits.shape[-1], theirs.shape[-1])
-            divergence = teacher.divergence(logits[..., :both], theirs[..., :both])
+            divergence = teacher.divergence(every_logit[..., :both], theirs[..., :both])
         return chosen - total, _entropy(logits - total[..., None]) if entropy else None, divergence
 
-    whole = hidden[:, :-1], tokens[:, 1:], None if teacher is None else teacher.hidden[:, :-1]
+    words = None
+    if kept is not None:
+        bits, truncated = kept_words(kept, length, np.zeros((1, 2), np.int32), kernel.shape[1])
+        bits = bits.reshape(rows, length, -1)
+        words = KeptWords(bits[:, :-1], truncated.reshape(rows, length)[:, :-1])
+    whole = (
+        hidden[:, :-1],
+        tokens[:, 1:],
+        None if teacher is None else teacher.hidden[:, :-1],
+        words,
+    )
     chunks = 1 if teacher is None else -(-rows * (length - 1) // (max(at_once, least) * apart))
     if chunks <= 1:
         outputs = one(whole)
@@ -173,6 +192,53 @@ def _split(x: Array, columns: int) -> Array:
     return jnp.moveaxis(x.reshape(rows, chunks, columns, *rest), 1, 0)
 
 
+# ---- truncated sampling
+
+
+class KeptWords(NamedTuple):
+    """Which tokens of the vocabulary each position's softmax is over. bits: of 32 tokens in each
+    word, the first being the lowest. truncated: False for a position that keeps all."""
+
+    bits: UInt32[Array, "*positions words"]
+    truncated: Bool[Array, "*positions"]
+
+    def mask(self, width: int) -> Bool[Array, "*positions width"]:
+        bit = jnp.arange(WORD, dtype=jnp.uint32)
+        bits = (self.bits[..., None] >> bit) & 1
+        unpacked = bits.reshape(*self.bits.shape[:-1], -1)[..., :width]
+        return (unpacked > 0) | ~self.truncated[..., None]
+
+
+def kept_words(
+    kept: Int[Array, "rows most 2"],
+    length: int,
+    starts: Int[np.ndarray, "blocks 2"],
+    width: int,
+    first: Array | int = 0,
+) -> KeptWords:
+    """Returns the kept tokens of each block of the vocabulary, with bits [blocks, positions, words]
+    and truncated [positions]. The positions are those before the tokens, of all rows.
+
+    starts, width: of the blocks, from the token `first` on (see `_starts`). A bit per token of the
+    vocabulary is an eighth of a byte where a logit is four: 1/32 of what the logits of all blocks
+    would take.
+    """
+    rows = kept.shape[0]
+    at, ids = kept[..., 0] - 1, kept[..., 1] - first
+    # Padding is at a negative index, which has to be out of range instead.
+    positions = jnp.where(at >= 0, jnp.arange(rows)[:, None] * length + at, rows * length)
+    truncated = jnp.zeros(rows * length, bool).at[positions].set(True, mode="drop")
+    own = (ids >= 0) & (ids < starts[-1, 0] + width)
+    block = jnp.where(own, ids // width, len(starts))
+    column = ids - jnp.asarray(starts[:, 0])[jnp.minimum(block, len(starts) - 1)]
+    bits = jnp.zeros((len(starts), rows * length, -(-width // WORD)), jnp.uint32)
+    # Each token's own bit: their sum is their union.
+    bits = bits.at[block, positions, column // WORD].add(
+        jnp.uint32(1) << (column % WORD).astype(jnp.uint32), mode="drop"
+    )
+    return KeptWords(bits, truncated)
+
+
 # ---- by blocks of the vocabulary
 
 
@@ -215,27 +281,31 @@ def _width(vocab: int, most: int) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_blocks(
-    blocks: Blocks, hidden: Array, kernel: Array, targets: Int[Array, " positions"]
+    blocks: Blocks,
+    hidden: Array,
+    kernel: Array,
+    targets: Int[Array, " positions"],
+    kept: Int[Array, "rows most 2"] | None,
 ) -> TokenStatistics:
-    return _forward(blocks, hidden, kernel, targets)[0]
+    return _forward(blocks, hidden, kernel, targets, kept)[0]
 
 
 def _forward(
-    blocks: Blocks, hidden: Array, kernel: Array, targets: Array
+    blocks: Blocks, hidden: Array, kernel: Array, targets: Array, kept: Array | None
 ) -> tuple[TokenStatistics, tuple[Array | None, ...]]:
     of_hidden, of_kernel, each = _specs(blocks)
     chosen, total, entropy = _on_each_device(
-        blocks, _block_statistics, (of_hidden, of_kernel, each), each
-    )(hidden, kernel, targets)
-    return (chosen - total, entropy), (hidden, kernel, targets, total, entropy)
+        blocks, _block_statistics, (of_hidden, of_kernel, each, each), each
+    )(hidden, kernel, targets, kept)
+    return (chosen - total, entropy), (hidden, kernel, targets, kept, total, entropy)
 
 
 def _backward(
     blocks: Blocks, saved: tuple[Array | None, ...], gradients: TokenStatistics
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, Array, None, None]:
     of_hidden, of_kernel, each = _specs(blocks)
-    inputs, outputs = (of_hidden, of_kernel, each, each, each, each), (of_hidden, of_kernel)
-    return *_on_each_device(blocks, _differentiate, inputs, outputs)(*saved, gradients), None
+    inputs, outputs = (of_hidden, of_kernel, *[each] * 5), (of_hidden, of_kernel)
+    return *_on_each_device(blocks, _differentiate, inputs, outputs)(*saved, gradients), None, None
 
 
 _by_blocks.defvjp(_forward, _backward)
@@ -268,6 +338,7 @@ def _block_statistics(
     hidden: Float[Array, "positions features"],
     kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
     targets: Int[Array, " positions"],
+    kept: Int[Array, "rows most 2"] | None,
 ) -> tuple[PerPosition, PerPosition, PerPosition | None]:
     """Returns each target's logit, the log of the sum of all logits' exponentials, and the entropy.
 
@@ -275,10 +346,14 @@ def _block_statistics(
     logit times exponential.
     """
 
-    def add(sums: tuple[Array, ...], starts: Array) -> tuple[tuple[Array, ...], None]:
-        chosen, largest, total, weighted = sums
+    def add(
+        sums: tuple[Array, ...], block: tuple[Array, Array | None]
+    ) -> tuple[tuple[Array, ...], None]:
+        (starts, bits), (chosen, largest, total, weighted) = block, sums
         logits = blocks.logits(_products(blocks, hidden, blocks.of_kernel(kernel, starts[0])))
         new, hits = _columns(blocks, kernel, targets, starts)
+        if truncated is not None:
+            new &= KeptWords(bits, truncated).mask(blocks.width)
         logits = jnp.where(new, logits, HIDDEN)
         chosen += jnp.sum(jnp.where(hits, logits, 0), axis=-1)
         above = jnp.maximum(largest, jnp.max(logits, axis=-1))
@@ -289,9 +364,10 @@ def _block_statistics(
         total = jnp.exp(largest - above) * total + jnp.sum(exponentials, axis=-1)
         return (chosen, above, total, weighted), None
 
+    bits, truncated = _own_words(blocks, kernel, targets, kept)
     zeros = jnp.zeros(targets.shape, jnp.float32)
     (chosen, largest, total, weighted), _ = jax.lax.scan(
-        add, (zeros, zeros + HIDDEN, zeros, zeros), _starts(blocks, kernel)
+        add, (zeros, zeros + HIDDEN, zeros, zeros), (_starts(blocks, kernel), bits)
     )
     if blocks.partitioner.size("tensor") > 1:
         above = jax.lax.pmax(largest, "tensor")
@@ -317,6 +393,7 @@ def _differentiate(
     hidden: Float[Array, "positions features"],
     kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
     targets: Int[Array, " positions"],
+    kept: Int[Array, "rows most 2"] | None,
     total: PerPosition,
     entropy: PerPosition | None,
     gradients: TokenStatistics,
@@ -329,11 +406,17 @@ def _differentiate(
     d_logp, d_entropy = gradients
     d_logp = d_logp[:, None]
 
-    def add(sums: tuple[Array, Array], starts: Array) -> tuple[tuple[Array, Array], None]:
-        d_hidden, d_kernel = sums
+    bits, truncated = _own_words(blocks, kernel, targets, kept)
+
+    def add(
+        sums: tuple[Array, Array], number: tuple[Array, Array | None]
+    ) -> tuple[tuple[Array, Array], None]:
+        (starts, bits), (d_hidden, d_kernel) = number, sums
         block = blocks.of_kernel(kernel, starts[0])
         logits, of_products = jax.vjp(blocks.logits, _products(blocks, hidden, block))
         new, hits = _columns(blocks, kernel, targets, starts)
+        if truncated is not None:
+            new &= KeptWords(bits, truncated).mask(blocks.width)
         logp = jnp.where(new, logits - total[:, None], HIDDEN)
         of_softmax = d_logp
         if d_entropy is not None and entropy is not None:
@@ -349,7 +432,7 @@ def _differentiate(
         ), None
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
-    (d_hidden, d_kernel), _ = jax.lax.scan(add, zeros, _starts(blocks, kernel))
+    (d_hidden, d_kernel), _ = jax.lax.scan(add, zeros, (_starts(blocks, kernel), bits))
     if blocks.partitioner.size(*AXES) > 1:
         d_hidden, d_kernel = jax.lax.psum(d_hidden, "tensor"), jax.lax.psum(d_kernel, ROW_AXES)
     return d_hidden.astype(hidden.dtype), d_kernel
@@ -361,6 +444,18 @@ def _starts(blocks: Blocks, kernel: Array) -> Int[np.ndarray, "blocks 2"]:
     vocab = kernel.shape[blocks.axis]
     first = np.arange(0, vocab, blocks.width, dtype=np.int32)
     return np.stack([np.minimum(first, vocab - blocks.width), first], axis=1)
+
+
+def _own_words(
+    blocks: Blocks, kernel: Array, targets: Array, kept: Array | None
+) -> tuple[Array, Array] | tuple[None, None]:
+    """Returns the kept tokens of each block of this device's part of the vocabulary."""
+    if kept is None:
+        return None, None
+    starts, first = _starts(blocks, kernel), 0
+    if blocks.partitioner.size("tensor") > 1:
+        first = jax.lax.axis_index("tensor") * kernel.shape[blocks.axis]
+    return kept_words(kept, len(targets) // len(kept), starts, blocks.width, first)
 
 
 def _columns(

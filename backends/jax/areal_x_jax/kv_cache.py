@@ -101,11 +101,12 @@ def attend(
     layer: Layer,
     seen: list[tuple[Array, Array]],
     softcap: float = 0.0,
+    sinks: Float[Array, "kv group"] | None = None,
 ) -> Array:
     """Attention of one scaled query per slot over its visible columns, in fp32: [rows, kv, group,
-    head_dim]."""
+    head_dim]. sinks: see `areal_x_jax.attention.attend`."""
     keys, values = layer
-    if len(keys) == 1:
+    if len(keys) == 1 and sinks is None:
         scores = (
             softcapped(product("sgrd,sgdc->sgrc", query, keys[0]), softcap)
             + seen[0][1][:, None, None]
@@ -120,7 +121,7 @@ def attend(
             lambda w: product("sgrc,sgcd->sgrd", w, values),
         )
 
-    so_far = empty_softmax(query)
+    so_far = empty_softmax(query, sinks)
     for (used, bias), key, value in zip(seen, keys, values, strict=True):
         so_far = jax.lax.cond(
             used, part, lambda so_far, *_: so_far, so_far, query, key, value, bias
@@ -137,9 +138,12 @@ def product(spelling: str, left: Array, right: Array) -> Array:
     )
 
 
-def empty_softmax(query: Array) -> Partial:
+def empty_softmax(query: Array, sinks: Float[Array, "kv group"] | None = None) -> Partial:
     *rows, head_dim = query.shape
-    return jnp.full(rows, HIDDEN), jnp.zeros(rows), jnp.zeros((*rows, head_dim))
+    nothing = jnp.zeros((*rows, head_dim))
+    if sinks is None:
+        return jnp.full(rows, HIDDEN), jnp.zeros(rows), nothing
+    return jnp.broadcast_to(sinks, rows), jnp.ones(rows), nothing
 
 
 def merge(so_far: Partial, scores: Array, weighted: Callable[[Array], Array]) -> Partial:
@@ -214,6 +218,7 @@ def attend_chunk(
     continues: Bool[Array, " tokens"],
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Float[Array, "kv group"] | None = None,
 ) -> Array:
     """Attention of a prefill's scaled queries, in fp32: [tokens, kv, group, head_dim].
 
@@ -226,7 +231,9 @@ def attend_chunk(
     together = (before >= 0) & (before < window) if window else before >= 0
     scores = softcapped(product("tgrd,ugd->tgru", query, keys), softcap)
     scores = jnp.where(together[:, None, None], scores, HIDDEN)
-    so_far = merge(empty_softmax(query), scores, lambda w: product("tgru,ugd->tgrd", w, values))
+    so_far = merge(
+        empty_softmax(query, sinks), scores, lambda w: product("tgru,ugd->tgrd", w, values)
+    )
 
     def earlier(so_far: Partial) -> Partial:
         # One slot's row is small enough to be concatenated from its parts.

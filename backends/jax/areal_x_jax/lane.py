@@ -7,6 +7,9 @@ whatever the lengths.
     decode   a loop on the device that writes, attends and samples until control returns to the host
     compact  the same for the few live slots, when at most 3/8 of all are live
 
+The last two have a second form, compiled when first needed, for rows that leave tokens out
+(top-p, top-k, min-p): it also returns which tokens they kept.
+
 Prefill leaves out a sequence's last token: decoding always begins by feeding the newest token, so
 all sampling is in one place.
 """
@@ -22,23 +25,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_x.engines.kept_bits import kept_in
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x_jax import kv_cache
 from areal_x_jax.architecture import Architecture
-from areal_x_jax.dense_attention import softcapped
+from areal_x_jax.dense_attention import group_sinks, softcapped
 from areal_x_jax.kv_cache import KVCache
 from areal_x_jax.model import (
     embed,
     finish_layer,
+    head_input,
     head_kernel,
     position_rotations,
     project_qkv,
-    rms_norm,
 )
 from areal_x_jax.parameters import Params, layer_leaves
 from areal_x_jax.prefill_chunks import Chunk, packed
-from areal_x_jax.sampling import sample, uniform
+from areal_x_jax.sampling import Truncation, sample, uniform
 from areal_x_jax.sharding import sampling_spec
 
 STEPS = 128  # most tokens per slot in one call: the height of the output buffers
@@ -46,6 +50,8 @@ STEPS = 128  # most tokens per slot in one call: the height of the output buffer
 # empty (measured).
 CPU_CHUNK = 64
 ACCELERATOR_CHUNK = 512
+# Most bytes of the kept tokens of one call, a bit per word, row and step; at least one step's.
+KEPT_BYTES = 2**25
 STOP_IDS = 16  # stop tokens a request may have
 # Share of slots in a compact decode: near the best as uniform lengths run out (1/2), and cheaper
 # for a long tail.
@@ -69,11 +75,16 @@ class Rows(NamedTuple):
     temperature: Float[Array, " rows"]
     top_p: Float[Array, " rows"]
     top_k: Int[Array, " rows"]
+    min_p: Float[Array, " rows"]
     stops: Int[Array, "rows stops"]
 
+    @property
+    def truncation(self) -> Truncation:
+        return Truncation(self.top_p, self.top_k, self.min_p)
 
-# step, cache, rows, tokens, log-probabilities
-State: TypeAlias = tuple[Array, KVCache, Rows, Array, Array]
+
+# step, cache, rows, tokens, log-probabilities, kept tokens
+State: TypeAlias = tuple[Array, KVCache, Rows, Array, Array, Array | None]
 
 
 def unstack_layers(params: Params, arch: Architecture) -> Params:
@@ -94,12 +105,12 @@ def prefill(arch: Architecture, params: Params, cache: KVCache, chunk: Chunk) ->
     before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
     fresh = []
     for i, (layer, cached) in enumerate(zip(params["layers"], cache, strict=True)):
-        query, key, value = project_qkv(arch, layer, x, rotations[arch.rope_of(i)])
+        query, key, value = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
         fresh.append((key, value))
         if i == arch.layers - 1:
             break  # nothing reads the last layer's output for a prompt
         place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
-        near = arch.windows[i], arch.attention_softcap
+        near = arch.windows[i], arch.attention_softcap, sinks_of(arch, layer)
         attended = kv_cache.attend_chunk(
             scaled(arch, query), (key, value), before, cached, *place, *near
         )
@@ -134,33 +145,36 @@ def decode(
     steps: Int[Array, ""],
     until_free: Int[Array, ""],
     slots: Int[Array, " rows"] | None = None,
-) -> tuple[KVCache, Rows, Array, Array]:
+    truncates: bool = False,
+) -> tuple[KVCache, Rows, Array, Array, Array | None]:
     """Grows every live row by up to `steps` tokens, beginning at cache column `column`.
 
-    slots: the slots of the rows, if they are not all slots. Returns the cache, the rows, and tokens
-    and log-probabilities `[STEPS, rows]`, of which a row's first (generated afterwards - generated
-    before) are valid.
+    slots: the slots of the rows, if they are not all slots. truncates: True if any row leaves out
+    tokens. Returns the cache, the rows, and tokens and log-probabilities `[most, rows]`, of which a
+    row's first (generated afterwards - generated before) are valid; with `truncates`, also the
+    tokens that rows which leave some out could sample, as bits `[most, rows, vocabulary / 8]`, most
+    being `most_steps`.
     """
     whole = cache
     if slots is not None:
         cache = jax.tree.map(lambda x: x[slots], whole)
-    truncates = (rows.live & ((rows.top_k > 0) | (rows.top_p < 1))).any()
     alive = rows.live.sum()
 
     def going(state: State) -> Array:
-        step, _, rows, _, _ = state
+        step, _, rows, *_ = state
         return (step < steps) & rows.live.any() & (alive - rows.live.sum() < until_free)
 
     def grow(state: State) -> State:
-        step, cache, rows, tokens, logprobs = state
+        step, cache, rows, tokens, logprobs, bits = state
         cache, logits = forward(
             arch, params, cache, rows, (column + step) % kv_cache.capacity(cache)
         )
         uniforms = uniform(rows.seed, rows.generated)
-        token, logprob = sample(
-            logits, uniforms, rows.temperature, rows.top_p, rows.top_k, truncates
-        )
+        truncation = rows.truncation if truncates else None
+        token, logprob, mask = sample(logits, uniforms, rows.temperature, truncation)
         tokens, logprobs = tokens.at[step].set(token), logprobs.at[step].set(logprob)
+        if truncation is not None and bits is not None:
+            bits = bits.at[step].set(jnp.packbits(mask & truncation.rows[:, None], axis=-1))
         generated = rows.generated + rows.live
         stopped = (token[:, None] == rows.stops).any(-1) | (generated >= rows.limit)
         rows = rows._replace(
@@ -169,16 +183,26 @@ def decode(
             generated=generated,
             live=rows.live & ~stopped,
         )
-        return step + 1, cache, rows, tokens, logprobs
+        return step + 1, cache, rows, tokens, logprobs, bits
 
-    buffer = jnp.zeros((STEPS, len(rows.token)))
-    state = (jnp.int32(0), cache, rows, buffer.astype(jnp.int32), buffer)
-    _, cache, rows, tokens, logprobs = jax.lax.while_loop(going, grow, state)
+    count = len(rows.token)
+    most = most_steps(arch, count, truncates)
+    buffer = jnp.zeros((most, count))
+    bits = jnp.zeros((most, count, -(-arch.vocab // 8)), jnp.uint8) if truncates else None
+    state = (jnp.int32(0), cache, rows, buffer.astype(jnp.int32), buffer, bits)
+    _, cache, rows, tokens, logprobs, bits = jax.lax.while_loop(going, grow, state)
     if slots is not None:
         cache = jax.tree.map(
             lambda whole, part: whole.at[slots].set(part, unique_indices=True), whole, cache
         )
-    return cache, rows, tokens, logprobs
+    return cache, rows, tokens, logprobs, bits
+
+
+def most_steps(arch: Architecture, rows: int, truncates: bool) -> int:
+    """Returns the most tokens per row in one call of `decode`, whose outputs it bounds."""
+    if not truncates:
+        return STEPS
+    return max(1, min(STEPS, KEPT_BYTES // (rows * -(-arch.vocab // 8))))
 
 
 def forward(
@@ -194,17 +218,20 @@ def forward(
     seen = {window: kv_cache.visible(cache, column, columns) for window, columns in reach.items()}
     written = []
     for i, (layer, cached) in enumerate(zip(params["layers"], cache, strict=True)):
-        query, key, value = project_qkv(arch, layer, x, rotations[arch.rope_of(i)])
+        query, key, value = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
         cached = kv_cache.write_newest(cached, key, value, column)
         written.append(cached)
-        attended = kv_cache.attend(
-            scaled(arch, query), cached, seen[arch.windows[i]], arch.attention_softcap
-        )
+        near = seen[arch.windows[i]], arch.attention_softcap, sinks_of(arch, layer)
+        attended = kv_cache.attend(scaled(arch, query), cached, *near)
         x, _ = finish_layer(arch, layer, x, attended.reshape(*x.shape[:-1], -1))
-    x = rms_norm(x, params["norm"], arch)
+    x = head_input(arch, params, x)
     return tuple(written), softcapped(
         kv_cache.product("rh,hv->rv", x, head_kernel(params)), arch.logit_softcap
     )
+
+
+def sinks_of(arch: Architecture, layer: Params) -> Float[Array, "kv_heads group"] | None:
+    return group_sinks(layer["sinks"], arch.kv_heads) if "sinks" in layer else None
 
 
 def scaled(arch: Architecture, query: Array) -> Array:
@@ -252,12 +279,16 @@ class Lane:
             temperature=np.ones(slots, np.float32),
             top_p=np.ones(slots, np.float32),
             top_k=np.zeros(slots, np.int32),
+            min_p=np.zeros(slots, np.float32),
             stops=np.full((slots, STOP_IDS), -1, np.int32),
         )
         self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2, out_shardings=pinned)
         self._copy = jax.jit(copy, donate_argnums=0, out_shardings=pinned)
         self._decode = jax.jit(
-            decode, static_argnums=0, donate_argnums=2, out_shardings=(pinned, None, None, None)
+            decode,
+            static_argnums=(0, 8),
+            donate_argnums=2,
+            out_shardings=(pinned, None, None, None, None),
         )
 
     @property
@@ -337,6 +368,7 @@ class Lane:
         rows.temperature[slot] = sampling.temperature
         rows.top_p[slot] = 1.0 if greedy else sampling.top_p
         rows.top_k[slot] = 0 if greedy else sampling.top_k
+        rows.min_p[slot] = 0.0 if greedy else sampling.min_p
         rows.stops[slot] = -1
         rows.stops[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
@@ -347,7 +379,6 @@ class Lane:
             none = np.zeros((self.slots, 0))
             counts = np.zeros(self.slots, np.int32)
             return Decoded(none.astype(np.int32), none.astype(np.float32), counts, counts > 0)
-        steps = min(steps, STEPS)
         few = int(self.slots * COMPACT)
         compact = len(live) <= few and few >= LEAST_COMPACT
         # Dead slots fill up the number; their outputs are never read.
@@ -357,11 +388,14 @@ class Lane:
             else None
         )
         rows = Rows(*(x[slots] for x in before)) if compact else before
+        truncating = before.live & before.truncation.rows
+        truncates = bool(truncating.any())
+        steps = min(steps, most_steps(self.arch, len(rows.token), truncates))
         limits = np.int32(self._column), np.int32(steps), np.int32(until_free)
-        program = "compact" if compact else "decode"
-        arguments = self.arch, self._params, self._cache, rows, *limits, slots
+        program = ("compact" if compact else "decode") + (" truncated" if truncates else "")
+        arguments = self.arch, self._params, self._cache, rows, *limits, slots, truncates
         self._cache, *outputs = self._call(program, self._decode, *arguments)
-        after, tokens, logprobs = jax.device_get(outputs)
+        after, tokens, logprobs, bits = jax.device_get(outputs)
         grown = after.generated - rows.generated
         finished = rows.live & ~after.live
         taken = int(grown.max())
@@ -375,6 +409,11 @@ class Lane:
             logprobs=np.zeros((self.slots, taken), np.float32),
             counts=np.zeros(self.slots, np.int32),
             finished=np.zeros(self.slots, bool),
+            kept={
+                int(slot): kept_in(bits[: grown[row], row])
+                for row, slot in enumerate(every)
+                if truncating[slot]
+            },
         )
         decoded.tokens[every], decoded.logprobs[every] = tokens[:taken].T, logprobs[:taken].T
         decoded.counts[every], decoded.finished[every] = grown, finished

@@ -22,7 +22,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from areal_x_jax import attention, experts, layer_scan
+from areal_x_jax import attention, experts, layer_scan, pipeline
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.blocked_attention import KEPT
 from areal_x_jax.dense_attention import AttentionMask
@@ -85,54 +85,74 @@ def hidden_states(
     results of products with kernels and recomputes the rest (scores, everything elementwise): a
     fifth faster on a CPU than saving everything, and memory grows linearly with the length.
     """
-    # The barrier keeps the compiler from recomputing sines for each head and layer.
-    rotations = jax.lax.optimization_barrier(
-        position_rotations(arch, positions) if images is None else (images.rotation,)
-    )
-    attend = attention_of(arch, segment_ids, prefix_ids, implementation, partitioner)
     axes = {
         name: leaf.axes
         for name, leaf in (
             layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch))
         ).items()
     }
+    adapted = any(name.endswith("_lora_a") for name in params["layers"])
+    kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
+    policy = jax.checkpoint_policies.nothing_saveable if remat else kept
 
-    def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
-        weights, (window, rope_index, chosen, depth) = of_layer
-        weights = partitioner.gathered(weights, axes)
-        query, key, value = project_qkv(arch, weights, x, _select(rotations, rope_index))
-        x, routing = finish_layer(
-            arch, weights, x, attend(query, key, value, window), partitioner, chosen
+    def through(
+        scanned: Architecture,
+        layers: Params,
+        x: Array,
+        of_rows: tuple[Array, Array, Array | None],
+        per_layer: Any,
+        chosen: Array | None,
+    ) -> tuple[Array, list[Array]]:
+        """Applies the layers of `scanned`, all or those of a stage."""
+        positions, segment_ids, prefix_ids = of_rows
+        # The barrier keeps the compiler from recomputing sines for each head and layer.
+        rotations = jax.lax.optimization_barrier(
+            position_rotations(arch, positions) if images is None else (images.rotation,)
         )
-        if images is not None and depth is not None:
-            x = add_deepstack(x, images, depth)
-        imbalance = None if routing is None else experts.imbalance(routing, segment_ids > 0)
-        return partitioner.constrain(x, "rows", "length", None), imbalance
+        attend = attention_of(arch, segment_ids, prefix_ids, implementation, partitioner)
+
+        def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
+            weights, ((window, rope_index, depth), chosen) = of_layer
+            weights = partitioner.gathered(weights, axes)
+            query, key, value = project_qkv(arch, weights, x, _select(rotations, rope_index))
+            attended = attend(query, key, value, window, weights.get("sinks"))
+            x, routing = finish_layer(arch, weights, x, attended, partitioner, chosen)
+            if images is not None and depth is not None:
+                x = add_deepstack(x, images, depth)
+            imbalance = None if routing is None else experts.imbalance(routing, segment_ids > 0)
+            return partitioner.constrain(x, "rows", "length", None), imbalance
+
+        layer = jax.checkpoint(layer, policy=policy)
+        return layer_scan.scan(scanned, layer, x, layers, (per_layer, chosen))
 
     x = embed(arch, params, tokens)
     if images is not None:
         x = jnp.where(
             images.places[..., None] < 0, x, gather_places(images.embeddings, images.places)
         )
-    ropes = np.array([arch.rope_of(i) for i in range(arch.layers)])
-    chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
+    x = partitioner.constrain(x, "rows", "length", None)
+    of_rows = positions, segment_ids, prefix_ids
     depth = None if images is None or images.deepstack is None else np.arange(arch.layers)
-    per_layer = np.array(arch.windows), ropes, chosen, depth
-    adapted = any(name.endswith("_lora_a") for name in params["layers"])
-    kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
-    layer = jax.checkpoint(
-        layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept
-    )
-    x, imbalance = layer_scan.scan(
-        arch, layer, partitioner.constrain(x, "rows", "length", None), params["layers"], per_layer
-    )
-    return rms_norm(x, params["norm"], arch), jnp.concatenate(
-        imbalance
-    ).mean() if imbalance else None
+    per_layer = np.array(arch.windows), np.array(arch.layer_ropes), depth
+    chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
+    of = params["layers"], x, of_rows, per_layer, chosen
+    if partitioner.size("stage") == 1:
+        x, imbalance = through(arch, *of)
+    else:
+        x, imbalance = pipeline.in_turns(arch, partitioner, through, *of)
+    return head_input(arch, params, x), jnp.concatenate(imbalance).mean() if imbalance else None
 
 
-# query, key, value, the layer's window
-Attend: TypeAlias = Callable[[Array, Array, Array, Array], Float[Array, "rows length features"]]
+def head_input(arch: Architecture, params: Params, x: Float[Array, "... hidden"]) -> Array:
+    """Normalises the last layer's output, and scales it as the logits are to be."""
+    x = norm(x, params["norm"], arch)
+    return x if arch.logit_scale == 1 else x * jnp.asarray(arch.logit_scale, x.dtype)
+
+
+# query, key, value, the layer's window, its sinks
+Attend: TypeAlias = Callable[
+    [Array, Array, Array, Array, "Array | None"], Float[Array, "rows length features"]
+]
 
 
 def attention_of(
@@ -155,25 +175,33 @@ def attention_of(
     if devices == 1:
         seen = attention.prepare(seen, implementation)
 
-    def attend_whole_rows(query: Array, key: Array, value: Array, of_layer: Array) -> Array:
-        return attend(query, key, value, seen._replace(window=of_layer if others else window))
+    def attend_whole_rows(
+        query: Array, key: Array, value: Array, of_layer: Array, sinks: Array | None
+    ) -> Array:
+        own = seen._replace(window=of_layer if others else window)
+        return attend(query, key, value, own, sinks=sinks)
 
     def part(
-        query: Array, key: Array, value: Array, queries: Array, of_layer: Array, *prefixes: Array
+        query: Array,
+        key: Array,
+        value: Array,
+        queries: Array,
+        of_layer: Array,
+        sinks: Array | None,
+        prefixes: Array | None,
     ) -> Array:
         key, value, keys = (
             jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (key, value, queries)
         )
         start = jax.lax.axis_index("context") * query.shape[1]
-        seen = AttentionMask(queries, keys, start, of_layer if others else window)
-        return attend(query, key, value, seen._replace(prefixes=prefixes[0] if prefixes else None))
+        own = AttentionMask(queries, keys, start, of_layer if others else window, None, prefixes)
+        return attend(query, key, value, own, sinks=sinks)
 
     heads, ids = (
         partitioner.spec("rows", "length", "heads", None),
         partitioner.spec("rows", "length"),
     )
-    shared = () if prefix_ids is None else (prefix_ids,)
-    inputs = heads, heads, heads, ids, partitioner.spec(), *(ids for _ in shared)
+    inputs = heads, heads, heads, ids, partitioner.spec(), partitioner.spec("heads"), ids
     on_mesh = (
         partitioner.shard_map(part, inputs, partitioner.spec("rows", "length", "heads"))
         if devices > 1
@@ -182,8 +210,8 @@ def attention_of(
 
     if on_mesh is None:
         return attend_whole_rows
-    return lambda query, key, value, window: on_mesh(
-        query, key, value, segment_ids, window, *shared
+    return lambda query, key, value, window, sinks: on_mesh(
+        query, key, value, segment_ids, window, sinks, prefix_ids
     )
 
 
@@ -221,19 +249,26 @@ def project_qkv(
 ) -> tuple[Array, Array, Array]:
     """Returns rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads,
     head_dim], of one layer's input."""
-    x = rms_norm(x, layer["input_norm"], arch)
+    if "input_norm" in layer:
+        x = norm(x, layer["input_norm"], arch)
+    if "qkv" in layer:
+        ends = np.cumsum([arch.heads, arch.kv_heads]) * arch.head_dim
+        query, key, value = jnp.split(affine(layer, "qkv", x), ends, axis=-1)
+    else:
+        query, key, value = (affine(layer, name, x) for name in "qkv")
 
-    def project(name: str, heads: int) -> Array:
-        return affine(layer, name, x).reshape(*x.shape[:-1], heads, arch.head_dim)
+    def normalised(x: Array, name: str) -> Array:
+        return norm(x, layer[name], arch) if name in layer else x
 
-    query, key, value = (
-        project("q", arch.heads),
-        project("k", arch.kv_heads),
-        project("v", arch.kv_heads),
-    )
-    if "q_norm" in layer:
-        query, key = rms_norm(query, layer["q_norm"], arch), rms_norm(key, layer["k_norm"], arch)
-    return rope(query, rotation), rope(key, rotation), value
+    def by_head(x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], -1, arch.head_dim)
+
+    if arch.wide_qk_norm:
+        query, key = by_head(normalised(query, "q_norm")), by_head(normalised(key, "k_norm"))
+    else:
+        query, key = normalised(by_head(query), "q_norm"), normalised(by_head(key), "k_norm")
+    query, key = (rope(x, rotation, arch.interleaved) for x in (query, key))
+    return query, key, by_head(value)
 
 
 def finish_layer(
@@ -246,32 +281,39 @@ def finish_layer(
 ) -> tuple[Float[Array, "... hidden"], experts.Routing | None]:
     """The part of a layer after attention: output projection, residual, gated MLP or experts,
     residual. Returns its output and how experts were chosen."""
-    y = affine(layer, "o", attended.astype(x.dtype))
-    x = x + (rms_norm(y, layer["attention_out_norm"], arch) if "attention_out_norm" in layer else y)
-    y = rms_norm(x, layer["mlp_norm"], arch)
+
+    def add(x: Array, y: Array, out_norm: str) -> Array:
+        y = norm(y, layer[out_norm], arch) if out_norm in layer else y
+        return x + (y if arch.residual_scale == 1 else y * arch.residual_scale)
+
+    before = x
+    x = add(x, affine(layer, "o", attended.astype(x.dtype)), "attention_out_norm")
+    if arch.parallel:
+        y = norm(before, layer["input_norm"], arch)
+    else:
+        y = norm(x, layer["mlp_norm"], arch) if "mlp_norm" in layer else x
     activation, routing = ACTIVATIONS[arch.activation], None
     if arch.experts is None or "router" not in layer:
         y = gated_mlp(layer, "", y, activation)
     else:
-        routing = experts.route(arch.experts, layer["router"], y, recorded)
+        routing = experts.route(
+            arch.experts, layer["router"], y, recorded, layer.get("router_bias")
+        )
         shared = 0
         if arch.experts.shared:
             shared = jax.nn.sigmoid(y @ layer["shared_router"]) * gated_mlp(
                 layer, "shared_", y, activation
             )
-        y = experts.mixture(layer, y, routing, activation, partitioner) + shared
-    return (
-        x + (rms_norm(y, layer["mlp_out_norm"], arch) if "mlp_out_norm" in layer else y),
-        routing,
-    )
+        y = experts.mixture(layer, y, routing, activation, partitioner, arch.experts.clamp) + shared
+    return add(x, y, "mlp_out_norm"), routing
 
 
 def gated_mlp(layer: Params, prefix: str, x: Array, activation: Callable[[Array], Array]) -> Array:
-    return affine(
-        layer,
-        f"{prefix}down",
-        activation(affine(layer, f"{prefix}gate", x)) * affine(layer, f"{prefix}up", x),
-    )
+    if f"{prefix}gate_up" in layer:
+        gate, up = jnp.split(affine(layer, f"{prefix}gate_up", x), 2, axis=-1)
+    else:
+        gate, up = affine(layer, f"{prefix}gate", x), affine(layer, f"{prefix}up", x)
+    return affine(layer, f"{prefix}down", activation(gate) * up)
 
 
 def affine(layer: Params, name: str, x: Array) -> Array:
@@ -311,11 +353,13 @@ def _linear_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array
 linear.defvjp(_linear_forward, _linear_backward)
 
 
-def rms_norm(
+def norm(
     x: Float[Array, "... features"], scale: Float[Array, " features"], arch: Architecture
 ) -> Float[Array, "... features"]:
-    """RMS norm, computed in fp32 whatever the input."""
+    """RMS norm, or layer norm without bias, computed in fp32 whatever the input."""
     y = x.astype(jnp.float32)
+    if arch.centred:
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + arch.eps)
     if arch.norm_offset:
         return (y * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
@@ -323,7 +367,7 @@ def rms_norm(
 
 
 def position_rotations(arch: Architecture, positions: Int[Array, ...]) -> tuple[Rotation, ...]:
-    """Returns, for each of the architecture's ropes, cosine and sine [..., 1, head_dim / 2] of the
+    """Returns, for each of the architecture's ropes, cosine and sine [..., 1, rotated / 2] of the
     angles at each position."""
 
     def rotation(frequencies: np.ndarray, scale: float) -> Rotation:
@@ -338,13 +382,22 @@ def position_rotations(arch: Architecture, positions: Int[Array, ...]) -> tuple[
 
 
 def rope(
-    x: Float[Array, "... heads head_dim"], rotation: Rotation
+    x: Float[Array, "... heads head_dim"], rotation: Rotation, interleaved: bool = False
 ) -> Float[Array, "... heads head_dim"]:
-    """Rotary position embedding with the halves of a head as pairs, as Hugging Face stores it.
-    Source: arXiv 2104.09864."""
+    """Rotary position embedding of the first features, as many as the rotation has, with their
+    halves as pairs. Source: arXiv 2104.09864.
+
+    interleaved: neighbouring features are pairs. They are returned as halves: queries and keys in
+    the same order have the same products in any.
+    """
     cos, sin = (part.astype(x.dtype) for part in rotation)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    parts = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate([*parts, rest] if rest.shape[-1] else parts, axis=-1)
 
 
 def _select(of_kinds: tuple[Any, ...], index: Array) -> Any:

@@ -87,24 +87,30 @@ class Leaf:
 
     @property
     def transposed(self) -> bool:
-        return len(self.axes) > 1 and self.axes[0] not in ("vocab", "vision_positions")
+        as_stored = "vocab", "vision_positions", *(() if "{expert}" in self.name else ("experts",))
+        return len(self.axes) > 1 and self.axes[0] not in as_stored
 
 
 def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
     """Returns the parameters of layers."""
     if arch.adapters is not None:
         return adapter_leaves(arch, arch.adapters.kernels)
-    found = {
-        "input_norm": Leaf("input_layernorm.weight", ("hidden",)),
-        "mlp_norm": Leaf(
-            f"{'pre_feedforward' if arch.out_norms else 'post_attention'}_layernorm.weight",
-            ("hidden",),
-        ),
-        "q": Leaf("self_attn.q_proj.weight", ("hidden", "query")),
-        "k": Leaf("self_attn.k_proj.weight", ("hidden", "key")),
-        "v": Leaf("self_attn.v_proj.weight", ("hidden", "key")),
-        "o": Leaf("self_attn.o_proj.weight", ("query", "hidden")),
-    }
+    found = {}
+    if arch.in_norms:
+        found["input_norm"] = Leaf("input_layernorm.weight", ("hidden",))
+        if not arch.parallel:
+            found["mlp_norm"] = Leaf("post_attention_layernorm.weight", ("hidden",))
+    if "qkv" in arch.fused:
+        found["qkv"] = Leaf("self_attn.qkv_proj.weight", ("hidden", "query_and_keys"))
+    else:
+        found |= {
+            "q": Leaf("self_attn.q_proj.weight", ("hidden", "query")),
+            "k": Leaf("self_attn.k_proj.weight", ("hidden", "key")),
+            "v": Leaf("self_attn.v_proj.weight", ("hidden", "key")),
+        }
+    found["o"] = Leaf("self_attn.o_proj.weight", ("query", "hidden"))
+    if arch.sinks:
+        found["sinks"] = Leaf("self_attn.sinks", ("heads",))
     if QKV in arch.biases:
         found |= {
             f"{x}_bias": Leaf(f"self_attn.{x}_proj.bias", ("query" if x == "q" else "key",))
@@ -113,32 +119,70 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
     if OUT in arch.biases:
         found["o_bias"] = Leaf("self_attn.o_proj.bias", ("hidden",))
     if arch.qk_norm:
-        found |= {f"{x}_norm": Leaf(f"self_attn.{x}_norm.weight", ("head_dim",)) for x in "qk"}
+        wide = {"q": "query", "k": "key"} if arch.wide_qk_norm else dict.fromkeys("qk", "head_dim")
+        found |= {f"{x}_norm": Leaf(f"self_attn.{x}_norm.weight", (wide[x],)) for x in "qk"}
     if arch.out_norms:
-        found["attention_out_norm"] = Leaf("post_attention_layernorm.weight", ("hidden",))
-        found["mlp_out_norm"] = Leaf("post_feedforward_layernorm.weight", ("hidden",))
+        found |= {
+            name: Leaf(f"{name}.weight", ("hidden",))
+            for name in ("attention_out_norm", "mlp_out_norm")
+        }
+    found |= mlp_leaves(arch)
+    # In families whose modules have other names.
+    names = dict(arch.names)
+    return {
+        name: replace(leaf, name=f"{names[name]}.{leaf.name.rpartition('.')[2]}")
+        if name in names
+        else leaf
+        for name, leaf in found.items()
+    }
+
+
+def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
+    """Returns the parameters of a layer's MLP or mixture of experts."""
+    if "gate_up" in arch.fused:
+        return {
+            "gate_up": Leaf("mlp.gate_up_proj.weight", ("hidden", "gate_and_up")),
+            "down": Leaf("mlp.down_proj.weight", ("intermediate", "hidden")),
+        }
     plain = mlp("", "mlp", "intermediate", MLP in arch.biases)
     if arch.experts is None:
-        return found | plain
+        return plain
     mixture = {"router": Leaf("mlp.gate.weight", ("hidden", "experts"))}
-    one = mlp("", "mlp.experts.{expert}", "expert_intermediate", False)
-    mixture |= {
-        f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes)) for name, leaf in one.items()
-    }
+    if arch.experts.clamp:
+        of_experts = {
+            "gate_up": ("hidden", "expert_gate_and_up"),
+            "down": ("expert_intermediate", "hidden"),
+        }
+        mixture["router_bias"] = Leaf("mlp.gate.bias", ("experts",))
+        for name, axes in of_experts.items():
+            module = f"mlp.experts.{name}_proj"
+            mixture[f"experts_{name}"] = Leaf(module, ("experts", *axes))
+            mixture[f"experts_{name}_bias"] = Leaf(f"{module}_bias", ("experts", axes[1]))
+    else:
+        one = mlp("", "mlp.experts.{expert}", "expert_intermediate", False)
+        mixture |= {
+            f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes))
+            for name, leaf in one.items()
+        }
     if arch.experts.shared:
         mixture |= mlp("shared_", "mlp.shared_expert", "shared_intermediate", False)
         mixture["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
     if not arch.experts.dense:
-        return found | mixture
+        return mixture
     # Both kinds of layers: each stack holds the layers that have the leaf.
-    found |= {name: replace(leaf, stack="dense") for name, leaf in plain.items()}
-    return found | {name: replace(leaf, stack="sparse") for name, leaf in mixture.items()}
+    return {
+        **{name: replace(leaf, stack="dense") for name, leaf in plain.items()},
+        **{name: replace(leaf, stack="sparse") for name, leaf in mixture.items()},
+    }
 
 
 def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
     """Returns the kernels that can have adapters. Experts and their routers cannot."""
-    return ("q", "k", "v", "o") + (
-        ("gate", "up", "down") if arch.experts is None or arch.experts.dense else ()
+    leaves = layer_leaves(replace(arch, adapters=None))
+    return tuple(
+        name
+        for name in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+        if name in leaves
     )
 
 
@@ -216,10 +260,14 @@ def sizes_of(arch: Architecture) -> dict[str, int]:
         "hidden": arch.hidden,
         "query": arch.heads * arch.head_dim,
         "key": arch.kv_heads * arch.head_dim,
+        "query_and_keys": (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
+        "heads": arch.heads,
         "head_dim": arch.head_dim,
         "intermediate": arch.intermediate,
+        "gate_and_up": 2 * arch.intermediate,
         "experts": experts.count if experts else 0,
         "expert_intermediate": experts.intermediate if experts else 0,
+        "expert_gate_and_up": 2 * experts.intermediate if experts else 0,
         "shared_intermediate": experts.shared if experts else 0,
         **{stack: len(arch.layers_in(stack)) for stack in ("layers", "dense", "sparse")},
         "rank": arch.adapters.rank if arch.adapters else 0,

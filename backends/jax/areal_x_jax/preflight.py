@@ -18,6 +18,7 @@ from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_jax import lora
 from areal_x_jax.architecture import check_sharing, read_architecture
+from areal_x_jax.resting import check_can_rest
 from areal_x_jax.sharding import AXES, Partitioner, check_divisible, sizes_of
 from areal_x_jax.weights import check_tensors
 
@@ -30,6 +31,8 @@ def check(config: TrainerConfig) -> Devices:
     unsupported model, tensors or adapters.
     """
     own = jax.local_devices()
+    if config.rests:
+        check_can_rest(own[0].platform)
     sizes = sizes_of(config.mesh, len(own) * config.mesh.processes)
     mesh: Any = AbstractMesh(tuple(sizes.values()), AXES)
     directory = Path(str(config.model.path))

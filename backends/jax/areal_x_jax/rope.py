@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from areal_x.errors import UserError
 from areal_x_jax.families import ParsedConfig, refuse_features
 
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -40,10 +41,11 @@ class Rope:
     """Rotary positions with base theta, and how they are scaled beyond the length of a model's
     first training.
 
-    kind: "default", "linear" (positions divided by factor), "llama3" or "yarn". low, high: where
+    kind: "default", "linear" (positions divided by factor), "llama3", "yarn", or "none" for layers
+    that do not rotate. low, high: where
     scaling of frequencies begins and ends; for yarn in rotations over the original length
     (beta_slow, beta_fast), which truncate widens to whole pairs of features. scale: of cosines and
-    sines (yarn's attention factor).
+    sines (yarn's attention factor). part: of the features of a head, the first that are rotated.
     """
 
     theta: float = 10000.0
@@ -54,16 +56,21 @@ class Rope:
     original: int = 0
     scale: float = 1.0
     truncate: bool = True
+    part: float = 1.0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Returns radians per position for each pair of features, [head_dim / 2], in fp32.
+        """Returns radians per position for each pair of rotated features, [part · head_dim / 2], in
+        fp32.
 
         Sources: RoFormer, arXiv 2104.09864; linear, arXiv 2306.15595; yarn, arXiv 2309.00071, eq.
         23; llama3, arXiv 2407.21783.
         """
+        head_dim = int(head_dim * self.part)
         plain = (
             self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
         ).astype(np.float32)
+        if self.kind == "none":
+            return np.zeros_like(plain)
         if self.kind == "default":
             return plain
         stretched = plain / np.float32(self.factor)
@@ -90,17 +97,18 @@ class Rope:
 
 
 def ropes_of(described: ParsedConfig) -> tuple[Rope, ...]:
-    """Returns the rotation of layers with full attention and, if it differs, of those with a
-    window.
+    """Returns the rotations of layers: of those with full attention and of those with a window, if
+    they differ; or of those that rotate, and "none" (see `rope_indices`).
 
     Raises: UserError for unsupported scalings.
     """
-    text = described.text
+    text, family = described.text, described.family
     parameters: Mapping[str, Any] = text.rope_parameters or {}
     most = text.max_position_embeddings
-    if not described.family.gemma:
+    if not family.ropes_by_kind:
         refuse_features({"a rotation for each kind of layers": "rope_type" not in parameters})
-        return (rope_of(parameters, most),)
+        rope = rope_of(parameters, most, "partial_rotary_factor" in family.reads)
+        return (rope, replace(rope, kind="none", scale=1.0)) if family.unturned else (rope,)
     kinds = ("full_attention", "sliding_attention")
     others = ", ".join(sorted(set(parameters) - set(kinds)))
     refuse_features({f"rope_parameters for all layers alike ({others})": bool(others)})
@@ -111,26 +119,43 @@ def ropes_of(described: ParsedConfig) -> tuple[Rope, ...]:
     return tuple(rope_of(parameters[kind], most) for kind in kinds)
 
 
-def rope_of(fields: Mapping[str, Any], longest: int) -> Rope:
-    """longest: the config's max_position_embeddings."""
+def rope_indices(described: ParsedConfig, windows: Sequence[int]) -> tuple[int, ...]:
+    """Returns for each layer the index of its rotation in `ropes_of`. windows: the layers'."""
+    family = described.family
+    if family.unturned == "listed":
+        listed = described.text.no_rope_layers
+        if len(listed) < len(windows):
+            raise UserError(
+                f"config.json: no_rope_layers has {len(listed)} entries for {len(windows)} layers:"
+                " give each layer one"
+            )
+        return tuple(int(not turns) for turns in listed[: len(windows)])
+    if family.unturned == "full":
+        return tuple(int(not window) for window in windows)
+    return tuple(int(family.ropes_by_kind and window > 0) for window in windows)
+
+
+def rope_of(fields: Mapping[str, Any], longest: int, partial: bool = False) -> Rope:
+    """longest: the config's max_position_embeddings. partial: whether the family reads the share of
+    features that are rotated."""
+    part = float(fields.get("partial_rotary_factor") or 1)
     kind, unknown = fields["rope_type"], ", ".join(sorted(set(fields) - FIELDS))
     refuse_features(
         {
             f"rope scaling {kind!r}": kind not in KINDS,
             f"{unknown} in rope_parameters": bool(unknown),
-            "a rotation of some features only": fields.get("partial_rotary_factor")
-            not in (None, 1),
+            "a rotation of some features only": part != 1 and not partial,
         }
     )
     theta, factor = float(fields["rope_theta"]), fields.get("factor")
     if kind == "default":
-        return Rope(theta)
+        return Rope(theta, part=part)
     if kind == "linear":
-        return Rope(theta, kind, float(fields["factor"]))
+        return Rope(theta, kind, float(fields["factor"]), part=part)
     original = int(fields["original_max_position_embeddings"])
     if kind == "llama3":
         low, high = float(fields["low_freq_factor"]), float(fields["high_freq_factor"])
-        return Rope(theta, kind, float(fields["factor"]), low, high, original)
+        return Rope(theta, kind, float(fields["factor"]), low, high, original, part=part)
     factor = float(longest / original if factor is None else factor)
     low, high = float(fields.get("beta_slow") or 1), float(fields.get("beta_fast") or 32)
     return Rope(
@@ -142,6 +167,7 @@ def rope_of(fields: Mapping[str, Any], longest: int) -> Rope:
         original,
         yarn_scale(fields, factor),
         bool(fields.get("truncate", True)),
+        part,
     )
 
 

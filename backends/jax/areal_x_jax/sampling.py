@@ -7,6 +7,8 @@ vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -35,56 +37,72 @@ def _mix(x: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
     return x ^ (x >> 16)
 
 
+class Truncation(NamedTuple):
+    """Which tokens each row may sample; a row that leaves none out has the values 1, 0 and 0."""
+
+    top_p: Float[Array, " rows"]
+    top_k: Int[Array, " rows"]
+    min_p: Float[Array, " rows"]
+
+    @property
+    def rows(self) -> Bool[Array, " rows"]:
+        """True for the rows that leave some out."""
+        return (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
+
+
 def sample(
     logits: Float[Array, "rows vocabulary"],
     uniforms: Float[Array, " rows"],
     temperature: Float[Array, " rows"],
-    top_p: Float[Array, " rows"],
-    top_k: Int[Array, " rows"],
-    truncates: Bool[Array, ""],
-) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """Returns a token for each row and its log-probability under the distribution it was sampled
-    from.
+    truncation: Truncation | None,
+) -> tuple[Int[Array, " rows"], Float[Array, " rows"], Bool[Array, "rows vocabulary"] | None]:
+    """Returns a token for each row, its log-probability under the distribution it was sampled from,
+    and which tokens that distribution kept (None without truncation).
 
-    The distribution is softmax(logits / temperature), restricted to the top_k most likely tokens
-    (0: all), then to the fewest of those whose probability reaches top_p, renormalised. Temperature
-    0 takes the most likely token, with its plain log-probability. truncates: True if any row uses
-    top_k or top_p; otherwise the sort is not run.
+    The distribution is softmax(logits / temperature), restricted to tokens at least min_p times as
+    likely as the most likely one, of these to the top_k most likely (0: all), and of these to the
+    fewest whose share of the probability that is left reaches top_p; renormalised. Temperature 0
+    takes the most likely token, with its plain log-probability.
     """
+    # The same numbers to everything that compares them: see `kept`.
+    logits = jax.lax.optimization_barrier(logits.astype(jnp.float32))
     greedy = temperature == 0
-    scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature)[:, None]
+    divisor = jnp.where(greedy, 1.0, temperature)[:, None]
+    scaled = logits / divisor
     scaled -= scaled.max(-1, keepdims=True)
     mass = jnp.exp(scaled)
-    mass = jax.lax.cond(
-        truncates,
-        lambda m: jnp.where(kept(scaled, top_p, top_k) | greedy[:, None], m, 0.0),
-        lambda m: m,
-        mass,
-    )
+    mask = None
+    if truncation is not None:
+        mask = kept(logits, divisor, truncation) | greedy[:, None]
+        mass = jnp.where(mask, mass, 0.0)
     drawn, total = _invert(mass, uniforms)
     tokens = jnp.where(greedy, jnp.argmax(scaled, -1), drawn).astype(jnp.int32)
-    return tokens, jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(total)
+    logprobs = jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(total)
+    return tokens, logprobs, mask
 
 
 def kept(
-    scaled: Float[Array, "rows vocabulary"],
-    top_p: Float[Array, " rows"],
-    top_k: Int[Array, " rows"],
+    logits: Float[Array, "rows vocabulary"],
+    temperature: Float[Array, "rows 1"],
+    truncation: Truncation,
 ) -> Bool[Array, "rows vocabulary"]:
-    """Returns which tokens top_k, then top_p, keep. Ties with the last one kept are kept too."""
-    vocabulary = scaled.shape[-1]
-    ordered = jnp.sort(scaled, axis=-1, descending=True)
-    rank = jnp.arange(vocabulary)
-    within_k = (top_k[:, None] == 0) | (rank < top_k[:, None])
-    mass = jnp.where(within_k, jnp.exp(ordered), 0.0)
+    """Returns which tokens min_p, then top_k, then top_p keep. Ties with the last one kept are kept
+    too.
+
+    Compares logits as they are: after arithmetic, the compiler may round them in one way for the
+    tokens that are reported and in another for those that are sampled from, and the last one kept
+    is then missing from one of the sets (seen with logits / temperature on a CPU).
+    """
+    top_p, top_k, min_p = (x[:, None] for x in truncation)
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    scaled = (ordered - ordered[:, :1]) / temperature
+    rank = jnp.arange(logits.shape[-1])
+    allowed = ((top_k == 0) | (rank < top_k)) & (scaled >= jnp.log(min_p))
+    mass = jnp.where(allowed, jnp.exp(scaled), 0.0)
     before = jnp.cumsum(mass, -1) - mass
-    within_p = (
-        (top_p[:, None] >= 1)
-        | (before < top_p[:, None] * mass.sum(-1, keepdims=True))
-        | (rank == 0)
-    )
-    least = jnp.where(within_k & within_p, ordered, jnp.inf).min(-1, keepdims=True)
-    return scaled >= least
+    within_p = (top_p >= 1) | (before < top_p * mass.sum(-1, keepdims=True)) | (rank == 0)
+    least = jnp.where(allowed & within_p, ordered, jnp.inf).min(-1, keepdims=True)
+    return logits >= least
 
 
 def _invert(

@@ -1,10 +1,12 @@
 """The mesh of devices, and the one table of the mesh axes over which each kind of array axis is
 sharded.
 
-data      copies of the model, each with its own rows fsdp      its own rows too; parameters are
-sharded, and gathered layer by layer as they are needed expert    its own rows too; each device has
-some of the experts, and gathers the tokens of its group for them context   parts of every row: keys
-and values are gathered for the attention tensor    heads, the width of the MLP, the vocabulary
+    stage     layers, through which rows go in turns (areal_x_jax.pipeline)
+    data      copies of the model, each with its own rows
+    fsdp      its own rows too; parameters are sharded, and gathered layer by layer as they are needed
+    expert    its own rows too; each device has some of the experts, and gathers its group's tokens
+    context   parts of every row: keys and values are gathered for the attention
+    tensor    heads, the width of the MLP, the vocabulary
 """
 
 from __future__ import annotations
@@ -25,22 +27,29 @@ from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.parameters import Params, parameter_axes
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")
 RULES: dict[str, str | tuple[str, ...] | None] = {
     # parameters
+    "layers": "stage",
+    "dense": "stage",
+    "sparse": "stage",
     "vocab": "tensor",
     "hidden": "fsdp",
     "query": "tensor",
     "key": "tensor",
+    "query_and_keys": "tensor",
     "intermediate": "tensor",
+    "gate_and_up": "tensor",
     "shared_intermediate": "tensor",
     "experts": "expert",
     "expert_intermediate": "tensor",
+    "expert_gate_and_up": "tensor",
     # A tower is small beside its decoder: each device of a tensor group computes all of it.
     "vision_hidden": "fsdp",
     "vision_wide": "fsdp",
     # activations
+    "stages": "stage",
     "rows": ROW_AXES,
     "length": "context",
     "heads": "tensor",
@@ -143,7 +152,7 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
         sizes["data"] = max(devices // others, 1)
     needed = prod(sizes.values())
     if needed != devices:
-        wrong = next((axis for axis in AXES[1:] if sizes[axis] != 1), "data")
+        wrong = next((axis for axis in AXES if axis != "data" and sizes[axis] != 1), "data")
         asked = (
             " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
         )
@@ -184,10 +193,34 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
                 f"mesh.{axis} = {partitioner.size(axis)} does not divide the {count} {what}: give it a"
                 " size that does"
             )
+    check_stages(arch, partitioner.size("stage"))
     if arch.experts is None and partitioner.size("expert") > 1:
         raise UserError(
             f"mesh.expert = {partitioner.size('expert')} needs a model with experts: use mesh.data or"
             " mesh.fsdp"
+        )
+
+
+def check_stages(arch: Architecture, stages: int) -> None:
+    """Raises: UserError for a model whose layers cannot be divided so."""
+    if stages == 1:
+        return
+    if arch.layers % stages:
+        raise UserError(
+            f"mesh.stage = {stages} does not divide the {arch.layers} layers: give it a size that does"
+        )
+    if arch.vision is not None:
+        raise UserError(
+            f"mesh.stage = {stages} cannot divide a model with a vision tower: use mesh.fsdp or"
+            " mesh.tensor"
+        )
+    dense, each = arch.layers_in("dense"), arch.layers // stages
+    kinds = [[i in dense for i in range(n * each, (n + 1) * each)] for n in range(stages)]
+    if any(kind != kinds[0] for kind in kinds):
+        raise UserError(
+            f"mesh.stage = {stages} gives stages different kinds of layers, as the layers"
+            f" {', '.join(map(str, dense))} have no experts: all must have the same, use mesh.expert"
+            " or mesh.fsdp"
         )
 
 

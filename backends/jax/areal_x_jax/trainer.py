@@ -29,7 +29,7 @@ from areal_x.protocols.shares import blank_row, own_rows
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import IMAGES, Batch, Loss
-from areal_x_jax import lora, optimizers, sharded_checkpoint
+from areal_x_jax import lora, optimizers, resting, sharded_checkpoint
 from areal_x_jax.architecture import Architecture, check_sharing, read_architecture
 from areal_x_jax.forward import Forward, Rows
 from areal_x_jax.images import image_arrays
@@ -66,6 +66,8 @@ class Trainer(HuggingFaceTrainer):
         self.config = config
         if config.deterministic:
             check_deterministic(jax.local_devices()[0].platform)
+        if config.rests:
+            resting.check_can_rest(jax.local_devices()[0].platform)
         self.partitioner = make_partitioner(config.mesh)
         assert self.partitioner.mesh is not None
         self.mesh = self.partitioner.mesh
@@ -106,6 +108,7 @@ class Trainer(HuggingFaceTrainer):
             )
             init = jax.jit(self.optimizer.init, out_shardings=self.moment_shardings)
             self.moments = init(self.params)
+        self._resting_shardings: Any = None  # of the state while it rests
         self.version = 0
         self.threads: int | None = None  # XLA chooses them
         self.forward = Forward(
@@ -116,6 +119,7 @@ class Trainer(HuggingFaceTrainer):
             dtype=self.dtype,
         )
         self._steps: dict[Loss, Any] = {}
+        self._step_logp: tuple[jax.Array | None, int] = None, 0  # and the number of its rows
         # Whole rows, so that a process with their first tokens has the others too.
         self._outputs = jax.jit(self.forward.outputs, out_shardings=self.whole_rows)
         self._copy = jax.jit(
@@ -151,16 +155,23 @@ class Trainer(HuggingFaceTrainer):
             self._steps[loss] = jax.jit(
                 partial(update_step, self.forward, self.optimizer, loss),
                 donate_argnums=(0, 1),
-                out_shardings=(self.shardings, self.moment_shardings, self.replicated),
+                out_shardings=(self.shardings, self.moment_shardings, self.replicated, self.by_row),
             )
         trained = np.float32(whole.trained)
-        self.params, self.moments, results = self._steps[loss](
+        self.params, self.moments, results, logp = self._steps[loss](
             self.params, self.moments, self.base, self.teacher, laid_out, count, trained
         )
+        self._step_logp = logp, len(rows.tokens)
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
         metrics = {name: float(x) for name, x in jax.device_get(results).items()}
         return {**metrics, "learning_rate": rate}
+
+    def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
+        logp, rows = self._step_logp
+        if logp is None or self.mesh.is_multi_process:
+            return None
+        return np.asarray(jax.device_get(logp)).reshape(-1, logp.shape[-1])[:rows]
 
     def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         if self.base is None:
@@ -189,6 +200,27 @@ class Trainer(HuggingFaceTrainer):
     def peak_bytes(self) -> int | None:
         used = [(x.memory_stats() or {}).get("peak_bytes_in_use") for x in jax.local_devices()]
         return max((x for x in used if x is not None), default=None)
+
+    def rest(self) -> None:
+        if self._resting_shardings is None:
+            state = self._state()
+            self._resting_shardings = jax.tree.map(lambda x: x.sharding, state)
+            self._set_state(resting.to_host(state))
+
+    def wake(self) -> None:
+        if self._resting_shardings is not None:
+            self._set_state(resting.to_devices(self._state(), self._resting_shardings))
+            self._resting_shardings = None
+
+    def device_bytes(self) -> int:
+        return resting.device_bytes(self._state())
+
+    def _state(self) -> tuple[Any, ...]:
+        """Returns all arrays that outlive a step; None for those that this trainer lacks."""
+        return self.params, self.moments, self.base, self.teacher
+
+    def _set_state(self, state: tuple[Any, ...]) -> None:
+        self.params, self.moments, self.base, self.teacher = state
 
     def snapshot(self) -> Params:
         self.need_head("snapshot", "policy")
@@ -287,7 +319,7 @@ class Trainer(HuggingFaceTrainer):
     def _outputs_of(self, method: str, rows: Batch, whole: WholeBatch) -> jax.Array:
         """Returns the outputs of all rows, as they lie on the devices. rows: this process's."""
         self.need_head(method, *HEADS[method])
-        read = {name: getattr(rows, name) for name in ("experts", "prefix_ids", *IMAGES)}
+        read = {name: getattr(rows, name) for name in ("experts", "kept", "prefix_ids", *IMAGES)}
         unlabelled = Batch(rows.tokens, rows.segment_ids, rows.positions, rows.mask, **read)
         laid_out, count = self._to_device(unlabelled, whole)
         outputs: jax.Array = self._outputs(self.params, self.base, laid_out, count)
@@ -310,7 +342,7 @@ class Trainer(HuggingFaceTrainer):
                 f" model in {self.directory} was made for: lower train.row_length, or stretch its"
                 " positions (rope_scaling in its config.json)"
             )
-        check_known(batch.tokens, self.arch.vocab, self.directory)
+        self.check_tokens(batch, self.arch.vocab)
         batch = batch.replace(experts=self.recorded_experts(batch)).map(np.asarray)
         images = image_arrays(batch if rows else blank_row(batch), self.arch.vision, whole.patches)
         if images is not None:  # patches are large, and nothing reads them in a higher precision
@@ -330,7 +362,11 @@ class Trainer(HuggingFaceTrainer):
                 return put_sharded(laid_out, sharding)
             return put_shares(laid_out, sharding, self.shares, at_once)
 
-        tokens = batch.replace(**dict.fromkeys(IMAGES)).map(partial(lay_out, self.by_row))
+        tokens = batch.replace(kept=None, **dict.fromkeys(IMAGES)).map(
+            partial(lay_out, self.by_row)
+        )
+        if batch.kept is not None:  # a list for each row, not an entry for each token
+            tokens = tokens.replace(kept=lay_out(self.whole_rows, batch.kept))
         return (tokens, jax.tree.map(partial(lay_out, self.whole_rows), images)), np.int32(count)
 
 

@@ -26,15 +26,16 @@ def update_step(
     rows: Rows,
     count: Array,
     trained: Array,
-) -> tuple[Params, Any, dict[str, Array]]:
-    """Takes one optimizer step over the first `count` micro-batches and returns parameters, moments
-    and metrics.
+) -> tuple[Params, Any, dict[str, Array], Array | None]:
+    """Takes one optimizer step over the first `count` micro-batches and returns parameters, moments,
+    metrics, and the trained tokens' log-probabilities before the step (None from a head without
+    any).
 
     trained: masked tokens of the whole batch. A step whose loss or gradient norm is not finite
     leaves parameters and moments as they are.
     """
 
-    def objective(params: Params, of_micro: Rows) -> tuple[Array, dict[str, Array]]:
+    def objective(params: Params, of_micro: Rows) -> tuple[Array, Any]:
         micro, _ = of_micro
         policy, imbalance = forward.policy(params, base, of_micro, forward.config.entropy, teacher)
         terms, metrics = evaluate_loss(loss, policy, micro)
@@ -43,26 +44,30 @@ def update_step(
             name: jnp.max(x) if is_max_reduced(name) else jnp.sum(x) / trained
             for name, x in masked.items()
         }
+        logp = None if policy.logp is None else jnp.where(micro.mask, policy.logp, 0)
         if imbalance is None:
-            return jnp.sum(micro.weights * terms), means
+            return jnp.sum(micro.weights * terms), (means, logp)
         imbalance = imbalance * jnp.sum(micro.mask) / trained
         total = jnp.sum(micro.weights * terms) + forward.config.balance * imbalance
-        return total, means | {"expert_imbalance": imbalance}
+        return total, (means | {"expert_imbalance": imbalance}, logp)
 
     differentiate = jax.value_and_grad(objective, has_aux=True)
 
     def add(index: Array, sums: Any) -> Any:
-        (value, metrics), gradient = differentiate(params, micro_batch(rows, index))
-        (values, all_metrics), gradients = sums
+        (value, (metrics, logp)), gradient = differentiate(params, micro_batch(rows, index))
+        (values, all_metrics), gradients, kept = sums
         both = {
             name: (jnp.maximum if is_max_reduced(name) else jnp.add)(all_metrics[name], x)
             for name, x in metrics.items()
         }
-        return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)
+        kept = jax.tree.map(lambda all_logp, x: all_logp.at[index].set(x), kept, logp)
+        return (values + value, both), jax.tree.map(jnp.add, gradients, gradient), kept
 
-    kinds = jax.eval_shape(differentiate, params, micro_batch(rows, 0))
+    (value, (metrics, logp)), gradient = jax.eval_shape(differentiate, params, micro_batch(rows, 0))
+    kinds = (value, metrics), gradient
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
-    (value, metrics), gradient = jax.lax.fori_loop(0, count, add, zeros)
+    kept = jax.tree.map(lambda x: jnp.zeros(rows[0].tokens.shape, x.dtype), logp)
+    (value, metrics), gradient, kept = jax.lax.fori_loop(0, count, add, (*zeros, kept))
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(value) & jnp.isfinite(norm)
     updates, new_moments = optimizer.update(gradient, moments, params)
@@ -76,4 +81,4 @@ def update_step(
         keep, (optax.apply_updates(params, updates), new_moments), (params, moments)
     )
     results = {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, **metrics}
-    return params, moments, results
+    return params, moments, results, kept

@@ -1,7 +1,7 @@
 """The PyTorch backend of AReaL-X (areal_x.protocols.backends.Backend).
 
-The transports "nccl", "rdt" and "handles", Ascend NPUs and flash-attn are experimental: tested against
-stand-ins only.
+The transports "nccl", "hccl", "rdt" and "handles", Ascend NPUs and flash-attn are experimental:
+tested against stand-ins only.
 """
 
 from __future__ import annotations
@@ -33,22 +33,31 @@ if TYPE_CHECKING:
     def _measures_memory(own: Trainer) -> trainer.MeasuresMemory:
         return own
 
+    def _keeps_logprobs(own: Trainer) -> trainer.KeepsLogprobs:
+        return own
+
     def _sampler(own: Sampler) -> sampler.Sampler:
         return own
 
 
 # Values of vllm.transport; all but files need `Trainer.device_weights` and are experimental.
-TRANSPORTS: tuple[str, ...] = ("files", "nccl", "rdt", "handles")
+TRANSPORTS: tuple[str, ...] = ("files", "nccl", "hccl", "rdt", "handles")
 DEVICES_EACH: int | None = 1
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:
+    from areal_x_torch.npu_releases import check_releases
+
+    check_releases()
     from areal_x_torch.trainer import Trainer
 
     return Trainer(config)
 
 
 def check(config: TrainerConfig) -> Devices:
+    from areal_x_torch.npu_releases import check_releases
+
+    check_releases()
     from areal_x_torch import preflight as of_torch
 
     return of_torch.check(config)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, groupby
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from areal_x.errors import ConfigError, one_of
-from areal_x_torch import masks
+from areal_x_torch import masks, npu_attention
 from areal_x_torch.masks import Visible, window_of
 
 ATTENTION = "areal_x_segments"
@@ -35,6 +35,7 @@ FLASH_HEAD_DIM = 256  # widest head that flash-attn supports
 Queries: TypeAlias = Float[Tensor, "rows heads tokens head_dim"]
 Keys: TypeAlias = Float[Tensor, "rows kv_heads tokens head_dim"]
 Attended: TypeAlias = Float[Tensor, "rows tokens heads head_dim"]
+Sinks: TypeAlias = Float[Tensor, " heads"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def bounds_of(lengths: tuple[int, ...], device: torch.device) -> Int32[Tensor, "
 
 
 Attend: TypeAlias = Callable[
-    [Queries, Keys, Keys, Segments, float, "int | None", "float | None"], Attended
+    [Queries, Keys, Keys, Segments, float, "int | None", "float | None", "Sinks | None"], Attended
 ]
 
 
@@ -131,18 +132,19 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: Sinks | None = None,
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Attended, None]:
     """The attention function that transformers calls in each layer: softmax(scaling · query · key) · value over the keys
     of the query's own sequence up to itself and within its window, see `masks`. softcap: scores are
-    softcap · tanh(scores / softcap).
+    softcap · tanh(scores / softcap). s_aux: sinks, a score of each head that the softmax has beside
+    the keys', with a value of 0.
 
-    Raises: NotImplementedError for attention with sinks, a bias or a mask of its own.
+    Raises: NotImplementedError for attention with a bias or a mask of its own.
     """
-    if s_aux is not None or position_bias is not None:
-        raise NotImplementedError(f"{type(module).__name__} adds sinks or a bias to its attention")
+    if position_bias is not None:
+        raise NotImplementedError(f"{type(module).__name__} adds a bias to its attention")
     window = window_of(module, attention_mask, sliding_window)
     if segments is None:
         segments = Segments.of((query.shape[2],), sdpa, query.device)
@@ -150,7 +152,7 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     window = None if window is None or window >= segments.longest else window
-    return segments.attend(query, key, value, segments, scale, window, softcap), None
+    return segments.attend(query, key, value, segments, scale, window, softcap, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -201,6 +203,7 @@ def sdpa(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Sinks | None = None,
 ) -> Attended:
     """torch's scaled_dot_product_attention, once for all neighbours of one length that continue the
     same prompt; no scores between sequences."""
@@ -221,13 +224,15 @@ def sdpa(
         if prefix >= 0:
             prompt_k, prompt_v = (x.expand(count, -1, -1, -1) for x in of_shared[prefix])
             k, v = torch.cat([prompt_k, k], dim=2), torch.cat([prompt_v, v], dim=2)
-        if prefix < 0 and softcap is None and (window is None or window >= length):
+        plain = prefix < 0 and softcap is None and sinks is None
+        if plain and (window is None or window >= length):
             grouped = query.shape[1] != key.shape[1]
             found = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
-            found = torch.cat(list(_in_blocks(q, k, v, segments, scale, window, softcap)), dim=2)
+            blocks = _in_blocks(q, k, v, segments, scale, window, softcap, sinks)
+            found = torch.cat(list(blocks), dim=2)
         attended.append(
             found.transpose(1, 2).reshape(len(query), count * length, *found.shape[1::2])
         )
@@ -242,6 +247,7 @@ def _in_blocks(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Sinks | None,
 ) -> Iterator[Float[Tensor, "rows heads block head_dim"]]:
     """Yields the attention of whole sequences, one block of queries with the keys that any of it
     sees after another. The last key is the last query's own; there may be more keys than
@@ -252,18 +258,39 @@ def _in_blocks(
         first = 0 if window is None else max(0, start - window + 1)
         seen, values = key[:, :, first:stop], value[:, :, first:stop]
         mask = segments.mask(stop - start, stop - first, window)
-        if softcap is None:
+        queries = query[:, :, start - before : stop - before]
+        if softcap is None and sinks is None:
             grouped = query.shape[1] != key.shape[1]
-            queries = query[:, :, start - before : stop - before]
             yield scaled_dot_product_attention(
                 queries, seen, values, attn_mask=mask, scale=scale, enable_gqa=grouped
             )
         else:
-            # Heads that share keys are a dimension of their own: nothing is repeated.
-            queries = query[:, :, start - before : stop - before].unflatten(1, (key.shape[1], -1))
-            scores = (queries @ seen.transpose(2, 3)[:, :, None]).float() * scale
-            scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -math.inf)
-            yield (scores.softmax(-1).to(value.dtype) @ values[:, :, None]).flatten(1, 2)
+            yield by_formula(queries, seen, values, mask, scale, softcap, sinks)
+
+
+def by_formula(
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Sinks | None,
+) -> Float[Tensor, "rows heads queries head_dim"]:
+    """Attention with all scores at once, in fp32, for what torch's function does not support: caps
+    and sinks (see `attend`). mask: True, or 0, at visible keys and False, or minus infinity,
+    elsewhere; shaped like the scores [rows, kv_heads, group, queries, keys]."""
+    # Heads that share keys are a dimension of their own: nothing is repeated.
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    scores = (grouped @ key.transpose(2, 3)[:, :, None]).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        sink = sinks.float().view(*grouped.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2)
 
 
 def flash(
@@ -274,11 +301,13 @@ def flash(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Sinks | None = None,
 ) -> Attended:
-    """flash-attn's kernel for sequences of different lengths; `sdpa` for heads that are too wide or
-    unlike for it. Experimental: tested against a stand-in, never on a GPU."""
-    if query.shape[3] > FLASH_HEAD_DIM or query.shape[3] != value.shape[3]:
-        return sdpa(query, key, value, segments, scale, window, softcap)
+    """flash-attn's kernel for sequences of different lengths; `sdpa` for sinks, and for heads that
+    are too wide or unlike for it. Experimental: tested against a stand-in, never on a GPU."""
+    wide = query.shape[3] > FLASH_HEAD_DIM or query.shape[3] != value.shape[3]
+    if wide or sinks is not None:
+        return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     from flash_attn import flash_attn_varlen_func
 
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -309,30 +338,11 @@ def npu(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Sinks | None = None,
 ) -> Attended:
-    """torch_npu's fused kernel; `sdpa` for what it does not support: windows that cut, capped
-    scores, shared prompts. Experimental: tested against a stand-in, never on an NPU."""
-    if window is not None or softcap is not None or segments.shares:
-        return sdpa(query, key, value, segments, scale, window, softcap)
-    from torch_npu import npu_fusion_attention
-
-    ends = tuple(accumulate(segments.lengths))
-    return npu_fusion_attention(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        query.shape[1],
-        pse=None,
-        padding_mask=None,
-        atten_mask=_hidden_of_npu(query.device),
-        scale=scale,
-        keep_prob=1.0,
-        input_layout="TND",
-        actual_seq_qlen=ends,
-        actual_seq_kvlen=ends,
-        sparse_mode=3,  # causal, aligned to the end of the keys, which are as many as the queries
-    )[0][None]
-
-
-@cache
-def _hidden_of_npu(device: torch.device) -> Bool[Tensor, "2048 2048"]:
-    """True where a query does not see; the kernel takes this size for sequences of any length."""
-    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
+    """torch_npu's fused kernel; `sdpa` for what it does not support: capped scores, sinks, and heads
+    too wide or unlike for it. Experimental: tested against a stand-in, never on an NPU."""
+    special = softcap is not None or sinks is not None
+    if special or not npu_attention.supports(query, value):
+        return sdpa(query, key, value, segments, scale, window, softcap, sinks)
+    return npu_attention.fused(query, key, value, segments, scale, window)

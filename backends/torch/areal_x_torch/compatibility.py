@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import UserError
+from areal_x.hf.model_parts import with_parts
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
 from areal_x_torch.dtensors import ShardedView, local
 from areal_x_torch.dummy_model import make_dummy
@@ -29,6 +30,7 @@ from areal_x_torch.model import (
     decoder,
     has_vision,
     head,
+    head_input,
     hidden_states,
     is_classifier,
     named_tensors,
@@ -55,7 +57,7 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
     Raises: UserError for a model that trainer and sampler would compute differently from
     transformers.
     """
-    kind = f"{directory} is a {type(model).__name__}"
+    kind = f"{directory} is a {type(model).__name__}{with_parts(model.config.to_dict())}"
     if not model._supports_attention_backend:
         raise UserError(
             f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama"
@@ -63,7 +65,8 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
         )
     attend_by(model, ATTENTION)
     if any(is_experts(module) for module in model.modules()):
-        model.set_experts_implementation(EXPERTS)
+        # `set_experts_implementation` of transformers 5.5 takes none but its own.
+        model.config._experts_implementation = EXPERTS
     which = type(model), sha256(model.config.to_json_string().encode()).hexdigest()
     if which not in _passed:
         try:
@@ -152,12 +155,12 @@ def _packed(model: PreTrainedModel, *sequences: Tensor) -> tuple[Tensor, ...]:
 
 
 def _alone(model: PreTrainedModel, sequence: Tensor) -> Tensor:
-    """Returns those of one sequence, with transformers' own attention."""
+    """Returns those of one sequence, with transformers' own attention, scaled alike."""
     with _eager(model):
         states: Tensor = decoder(model)(
             input_ids=sequence[None], use_cache=False
         ).last_hidden_state[0]
-    return states
+    return head_input(model, states)
 
 
 def _as_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor:

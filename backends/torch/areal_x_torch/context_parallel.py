@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments
+from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments, Sinks
 from areal_x_torch.collectives import AllToAll
 
 
@@ -67,6 +67,7 @@ def ulysses(attend: Attend, group: ProcessGroup | None) -> Attend:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Sinks | None = None,
     ) -> Attended:
         key, value = (repeated(x, processes) for x in (key, value))
         parts = [x[0].transpose(0, 1).unflatten(1, (processes, -1)) for x in (query, key, value)]
@@ -77,7 +78,9 @@ def ulysses(attend: Attend, group: ProcessGroup | None) -> Attend:
             x.unflatten(1, of.shape[2:]).transpose(0, 1)[None]
             for x, of in zip(shares, parts, strict=True)
         )
-        attended = attend(query, key, value, segments, scale, window, softcap)
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (processes, -1))[group.rank()]
+        attended = attend(query, key, value, segments, scale, window, softcap, sinks)
         own = to_tokens(attended[0].flatten(1), group)
         return own.unflatten(2, attended.shape[2:]).flatten(1, 2)[None]
 

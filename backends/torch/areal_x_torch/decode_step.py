@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal_x_torch.kv_cache import Cache, DecodeCache, Layer
-from areal_x_torch.model import decoder, head
+from areal_x_torch.model import decoder, head, head_input
 
 # (token, its position, *Cache.newest(its column, used)) → the logits of the next token
 Step = Callable[..., Float[Tensor, "rows vocabulary"]]
@@ -46,7 +46,7 @@ class NextLogits(nn.Module):
         out = decoder(self.model)(
             input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache
         )
-        return head(self.model).logits(out.last_hidden_state[:, 0])
+        return head(self.model).logits(head_input(self.model, out.last_hidden_state[:, 0]))
 
 
 @torch.inference_mode()

@@ -4,7 +4,13 @@ chooses.
     tokens ──router──▶ chosen experts, weights ──sort by expert──▶ grouped products ──weigh, add──▶ tokens
 
 With the mesh axis "expert" each process holds some of the experts: tokens are sent to the processes
-of theirs, and the outputs come back.
+of theirs, and the outputs come back. With "tensor" the processes of a tensor group, which have the
+same tokens, hold some of those each: each sends on what its own are chosen for, and the outputs are
+added up.
+
+    experts 0 … 7 of expert = 2, tensor = 2     tensor 0    tensor 1
+                                    expert 0      0, 1        2, 3
+                                    expert 1      4, 5        6, 7
 
 transformers lets a model's config name the function of a mixture's experts, as for attention:
 `mixture` is that function. Its routers are modules of the model. A hook on each replays recorded
@@ -21,12 +27,13 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
@@ -35,11 +42,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x_torch.collectives import AllToAll
+from areal_x_torch.collectives import AllToAll, CopyToGroup, SumOverGroup
 from areal_x_torch.dtensors import local, mesh_of
 from areal_x_torch.dummy_model import randomised
 
 EXPERTS = "areal_x_grouped"
+UNKNOWN = "neither by a softmax nor by sigmoids of their logits"
 IN_LAYER = re.compile(r"\.(\d+)\.")  # in names such as "model.layers.3.mlp.gate"
 
 
@@ -55,28 +63,57 @@ def mixture(
 ) -> Float[Tensor, "tokens features"]:
     """The function that transformers calls for the experts of each layer: the weighted sum of the chosen
     experts' outputs.
-
-    Raises: NotImplementedError for experts with biases.
     """
-    if module.has_bias:
-        raise NotImplementedError(f"the experts of {type(module).__name__} have biases")
     kind = hidden.device.type
     # Autocast does not affect grouped products.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    order = chosen.reshape(-1).argsort(stable=True)
-    sizes = torch.bincount(chosen.reshape(-1), minlength=len(module.down_proj))
-    x, mesh = hidden.to(dtype)[order // chosen.shape[1]], mesh_of(module.down_proj)
+    mesh = mesh_of(module.down_proj)
+    parts = None if mesh is None else Parts(mesh.get_group(), module.same_tokens)
+    together = None if parts is None else parts.same_tokens
+    of_all = chosen.reshape(-1)
+    order = of_all.argsort(stable=True)
+    sizes = torch.bincount(of_all, minlength=len(module.down_proj))
+    if parts is not None and together is not None:
+        # Each process of a tensor group computes a part of the outputs and of the gradients.
+        hidden, weights = (CopyToGroup.apply(x, together) for x in (hidden, weights))
+        own = parts.own(len(sizes), sizes.device)
+        order, sizes = order[own[of_all[order]]], torch.where(own, sizes, 0)
+    x = hidden.to(dtype)[order // chosen.shape[1]]
     outputs = (
         local_experts(module, x, sizes)
-        if mesh is None
-        else dispatched_experts(module, x, sizes, mesh["expert"].get_group())
+        if parts is None
+        else dispatched_experts(module, x, sizes, parts)
     )
     # In the order of tokens, so that the sum does not depend on the routing.
-    outputs = outputs[order.argsort()].view(*chosen.shape, -1)
-    return (weights.to(dtype).unsqueeze(1) @ outputs).squeeze(1).to(hidden.dtype)
+    ordered = outputs.new_zeros(len(of_all), outputs.shape[1]).index_copy(0, order, outputs)
+    ordered = ordered.view(*chosen.shape, -1)
+    found = (weights.to(dtype).unsqueeze(1) @ ordered).squeeze(1).to(hidden.dtype)
+    return found if together is None else SumOverGroup.apply(found, together)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, mixture)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the processes of `group` divide the experts of a mixture: the first ones to the first
+    process, and so on. same_tokens: those of them that have this process's tokens, which are
+    neighbours; None if it alone has them."""
+
+    group: ProcessGroup
+    same_tokens: ProcessGroup | None
+
+    def own(self, count: int, device: torch.device) -> Bool[Tensor, " experts"]:
+        """Returns which of all experts this process of several with the same tokens sends them to: of
+        each neighbourhood those of one process, so that together they are all."""
+        assert self.same_tokens is not None
+        process = torch.arange(count, device=device) // (count // self.group.size())
+        return process % self.same_tokens.size() == self.same_tokens.rank()
+
+    @property
+    def alone(self) -> bool:
+        """True if all processes have the same tokens: none is sent."""
+        return self.same_tokens is not None and self.same_tokens.size() == self.group.size()
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -88,24 +125,31 @@ def local_experts(
     module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"]
 ) -> Float[Tensor, "n features"]:
     """Applies this process's experts to tokens in the experts' order, so many for each."""
-    kernels = (
-        local(k).to(x.dtype)
-        for k in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
-    )
-    inner, outer = (kernel if module.is_transposed else kernel.mT for kernel in kernels)
-    x = grouped(x, inner, sizes)
-    return grouped(module._apply_gate(x) if module.has_gate else module.act_fn(x), outer, sizes)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        kernels = local(getattr(module, name)).to(x.dtype)
+        y = grouped(x, kernels if module.is_transposed else kernels.mT, sizes)
+        if not module.has_bias:
+            return y
+        return y + local(getattr(module, f"{name}_bias")).to(x.dtype).repeat_interleave(sizes, 0)
+
+    x = product(x, "gate_up_proj" if module.has_gate else "up_proj")
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    return product(x, "down_proj")
 
 
 def dispatched_experts(
     module: nn.Module,
     x: Float[Tensor, "n features"],
     sizes: Int[Tensor, " experts"],
-    group: ProcessGroup,
+    parts: Parts,
 ) -> Float[Tensor, "n features"]:
     """The same if each process of a group has equally many experts: tokens are sent to theirs, and
     the outputs come back."""
+    group = parts.group
     wanted = sizes.view(group.size(), -1)  # for each process and each of its experts
+    if parts.alone:
+        return local_experts(module, x, wanted[group.rank()])
     asked = torch.empty_like(wanted)  # by each process, for each of this one's
     dist.all_to_all_single(asked, wanted, group=group)
     sent, received = wanted.sum(1).tolist(), asked.sum(1).tolist()
@@ -155,9 +199,43 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 # ---- routers
 
 
+class Weighing(NamedTuple):
+    """How a router weighs the experts that it has chosen, whatever it chooses them by: by their scores,
+    functions of its logits. score: a name in SCORES. normalised: over the chosen experts. scale:
+    what the weights are multiplied by."""
+
+    score: str
+    normalised: bool
+    scale: float
+
+    def scores(self, logits: Float[Tensor, "tokens experts"]) -> Float32[Tensor, "tokens experts"]:
+        return SCORES[self.score](logits.float())
+
+    def probabilities(
+        self, scores: Float32[Tensor, "tokens experts"]
+    ) -> Float32[Tensor, "tokens experts"]:
+        """Returns the scores as shares of a token's. Source for sigmoids: DeepSeek-V3, arXiv 2412.19437,
+        eq. 19."""
+        return scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+
+    def weights(
+        self, scores: Float32[Tensor, "tokens experts"], chosen: Tensor
+    ) -> Float32[Tensor, "tokens per_token"]:
+        weights = scores.gather(-1, chosen)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights if self.scale == 1 else weights * self.scale
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+}
+
+
 class Routers(NamedTuple):
-    """The routers of a model that weighs experts by a softmax. layers: of the decoder, with or
-    without a router. count: experts of a layer. routed: the layers with a router."""
+    """The routers of a model that weigh experts by a softmax or by sigmoids. layers: of the decoder,
+    with or without a router. count: experts of a layer. routed: the layers with a router."""
 
     layers: int
     per_token: int
@@ -236,7 +314,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
 
 def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path) -> Routers | None:
     """Hooks the routers of a model so that they follow `routing_scope`; None for a model without
-    routers, or with routers that do not weigh by a softmax.
+    routers, or with routers that weigh in a way that is not known.
 
     Raises: ConfigError for settings of routers that the model cannot follow.
     """
@@ -248,22 +326,18 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
     found = {
         int(number[1]): router for name, router in routers if (number := IN_LAYER.search(name))
     }
-    normalised = {n: normalises(randomised(deepcopy(router))) for n, router in found.items()}
-    if not found or None in normalised.values():
+    weighing = {n: weighing_of(randomised(deepcopy(router))) for n, router in found.items()}
+    if not found or None in weighing.values():
         mixed = bool(found) or any(is_experts(module) for module in model.modules())
         if config.replay_experts:
-            lacks = (
-                "whose routers do not weigh experts by a softmax"
-                if mixed
-                else "which has no experts"
-            )
+            lacks = f"whose routers weigh experts {UNKNOWN}" if mixed else "which has no experts"
             raise ConfigError("trainer.replay_experts", True, f"False with {directory}, {lacks}")
         if config.balance and mixed:
-            wanted = f"0 with {directory}, whose routers do not weigh experts by a softmax"
+            wanted = f"0 with {directory}, whose routers weigh experts {UNKNOWN}"
             raise ConfigError("trainer.balance", config.balance, wanted)
         return None
     for n, router in found.items():
-        router.register_forward_hook(partial(_route, n, normalised[n]))
+        router.register_forward_hook(partial(_route, n, weighing[n]))
     with torch.no_grad():
         tried = randomised(deepcopy(next(iter(found.values()))))
         logits, _, chosen = tried(_tokens_for(tried))
@@ -275,10 +349,9 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
     )
 
 
-def normalises(router: nn.Module) -> bool | None:
-    """True if a router's weights are probabilities normalised over the chosen experts, False if
-    they are the probabilities themselves; None if neither. Configs express this in many ways, so it
-    is tried."""
+def weighing_of(router: nn.Module) -> Weighing | None:
+    """Returns how a router weighs; None if in a way that is not known. Configs express this in many
+    ways, so it is tried."""
     x = _tokens_for(router)
     with torch.no_grad():
         try:
@@ -287,27 +360,19 @@ def normalises(router: nn.Module) -> bool | None:
             logits, weights, chosen = router(
                 x / router(x)[0].float().std().clamp(min=1e-6).to(x.dtype)
             )
-            both = {n: expert_weights(logits.float().softmax(-1), chosen, n) for n in (True, False)}
+            for score, normalised in product(SCORES, (True, False)):
+                alike = Weighing(score, normalised, 1.0)
+                expected = alike.weights(alike.scores(logits), chosen)
+                scale = (weights.float() / expected).median()
+                if torch.allclose(weights.float(), expected * scale, rtol=1e-2, atol=0):
+                    return alike._replace(scale=float(f"{scale:.6g}"))
         except (
             TypeError,
             ValueError,
             RuntimeError,
         ):  # it takes or returns something else
-            return None
-    alike = (
-        n
-        for n, x in both.items()
-        if x.shape == weights.shape and torch.allclose(weights.float(), x, rtol=1e-2, atol=0)
-    )
-    return next(alike, None)
-
-
-def expert_weights(
-    probabilities: Float[Tensor, "tokens experts"], chosen: Tensor, normalised: bool
-) -> Tensor:
-    """Returns the weights of chosen experts."""
-    weights = probabilities.gather(-1, chosen)
-    return weights / weights.sum(-1, keepdim=True) if normalised else weights
+            pass
+    return None
 
 
 def _tokens_for(router: nn.Module) -> Float[Tensor, "64 features"]:
@@ -318,20 +383,19 @@ def _tokens_for(router: nn.Module) -> Float[Tensor, "64 features"]:
 
 @torch.compiler.disable  # it depends on a context variable
 def _route(
-    layer: int, normalised: bool, _: nn.Module, __: Any, outputs: tuple[Tensor, ...]
+    layer: int, weighing: Weighing, _: nn.Module, __: Any, outputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
     """Runs after a router's own forward. Source of the replay: arXiv 2510.11370."""
     routing = _running.get()
     if routing is None:
         return None
     logits, weights, chosen = outputs
-    probabilities = logits.float().softmax(-1)
+    scores = weighing.scores(logits)
     if routing.recorded is not None:
         recorded = routing.recorded[:, layer]
         chosen = torch.where(recorded >= 0, recorded, chosen)
-        weights = expert_weights(probabilities, chosen, normalised).to(weights.dtype)
+        weights = weighing.weights(scores, chosen).to(weights.dtype)
     if routing.tally is not None:
-        routing.tally.add(
-            layer, chosen[: routing.real_tokens], probabilities[: routing.real_tokens]
-        )
+        probabilities = weighing.probabilities(scores[: routing.real_tokens])
+        routing.tally.add(layer, chosen[: routing.real_tokens], probabilities)
     return logits, weights, chosen

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 from numpy import ndarray
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -83,6 +84,7 @@ class Forward:
             own = context_parallel.token_range(len(flat.places), self.context)
             state_at, token_at = flat.read(wanted, before=self.config.head != "reward", own=own)
             row = self.row(packed, flat, own, tally)
+            kept = self._kept(packed, token_at)
             targets, state_at, token_at = (
                 to_tensor(x, self.device)
                 for x in (packed.tokens.reshape(-1)[token_at], state_at, token_at)
@@ -95,7 +97,11 @@ class Forward:
                 teacher_states = head.Teacher(hidden, model.head(teacher), self.config.divergence)
             body = partial(self._hidden, row=row, state_at=state_at)
             apply_head = partial(
-                self._head_outputs, targets=targets, entropy=entropy, teacher=teacher_states
+                self._head_outputs,
+                targets=targets,
+                entropy=entropy,
+                teacher=teacher_states,
+                kept=kept,
             )
             for name, x in self.module(body, apply_head).items():
                 everywhere = outputs.get(name, x.new_zeros(packed.tokens.size))
@@ -105,6 +111,21 @@ class Forward:
             # its gradient goes back to the outputs computed here.
             outputs = {name: SumOverGroup.apply(x, self.context) for name, x in outputs.items()}
         return Policy(**{name: x.reshape(packed.shape) for name, x in outputs.items()})
+
+    def _kept(self, packed: Batch, token_at: Int64[ndarray, " n"]) -> head.Kept | None:
+        """Returns the tokens that truncated sampling kept at these tokens of the packed rows."""
+        if packed.kept is None:
+            return None
+        column, ids = np.moveaxis(packed.kept, -1, 0)
+        rows, length = packed.shape
+        index = np.full(rows * length, -1)
+        index[token_at] = np.arange(len(token_at))
+        # A row's first token is predicted by none, so that a blank row's pairs of zeros are none.
+        found = np.where(column > 0, index[np.arange(rows)[:, None] * length + column], -1)
+        here = found >= 0
+        return head.Kept(
+            to_tensor(found[here], self.device), to_tensor(ids[here], self.device), len(token_at)
+        )
 
     def row(
         self, packed: Batch, flat: FlatRow, own: slice, tally: experts.Tally | None
@@ -137,12 +158,13 @@ class Forward:
         targets: Tensor,
         entropy: bool,
         teacher: head.Teacher | None,
+        kept: head.Kept | None,
     ) -> dict[str, Tensor]:
         c = self.config
         if c.head != "policy":
             return {"values": head.values(hidden, layer.weight)}
         logp, entropies, divergence = head.logprobs(
-            hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher
+            hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher, kept
         )
         outputs = {"logp": logp, "entropy": entropies, "divergence": divergence}
         return {name: x for name, x in outputs.items() if x is not None}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +33,8 @@ NARROWEST = 512  # least columns of a block: narrower products are slow
 # Logits of a block that fit a CPU's cache, so that elementwise operations cost little beside the
 # product.
 CACHED = 2**22
+
+LEFT_OUT = -1e30  # stands for a logit of -inf: its exponential is 0, and no difference is NaN
 
 Each: TypeAlias = Float[Tensor, " positions"]
 
@@ -55,6 +57,7 @@ def logprobs(
     chunk: int = 0,
     entropy: bool = False,
     teacher: Teacher | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Each, Each | None, Each | None]:
     """Returns log softmax(logits / temperature) of the target at each position, in fp32; then, if
     requested, that distribution's entropy and, with a teacher, the divergence of both logits /
@@ -62,23 +65,32 @@ def logprobs(
 
     `hidden` is the state of the token before the target; the logits are computed in its dtype.
     chunk: as many logits exist at once as this many positions have; 0 chooses by the vocabulary
-    size.
+    size. kept: the softmax of a position that has any is over these tokens alone, but not that of a
+    divergence.
     """
     if head.others is not None:
         hidden = CopyToGroup.apply(hidden, head.others)
     vocabulary, positions = len(head.weight), len(targets)
     at_once = max(chunk or LOGITS // vocabulary, 1)
     if teacher is not None:
-        return _by_chunks(hidden, head, targets, temperature, at_once, entropy, teacher)
+        return _by_chunks(hidden, head, targets, temperature, at_once, entropy, teacher, kept)
     # Saved logits are not recomputed, which saves a quarter of the work and is worth the memory of
     # two blocks.
-    kept = positions <= (at_once if chunk else 2 * at_once)
+    saved = positions <= (at_once if chunk else 2 * at_once)
     width = (
-        vocabulary if kept else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
+        vocabulary if saved else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
     )
-    if kept and hidden.device.type == "cpu":
+    if saved and hidden.device.type == "cpu":
         width = max(CACHED // max(positions, 1), NARROWEST)
-    how = Blocks(min(width, vocabulary), kept, temperature, head.softcap, entropy, head.others)
+    how = Blocks(
+        width=min(width, vocabulary),
+        saved=saved,
+        temperature=temperature,
+        softcap=head.softcap,
+        entropy=entropy,
+        others=head.others,
+        pairs=None if kept is None else kept.pairs(vocabulary, width, head.others),
+    )
     return *ByBlocks.apply(hidden, head.weight, head.bias, targets, how), None
 
 
@@ -90,21 +102,93 @@ def values(
     return hidden.float() @ weight[0]
 
 
+class Kept(NamedTuple):
+    """The tokens that truncated sampling left to choose from, as pairs of a position's index and an
+    id. A position without a pair keeps all."""
+
+    positions: Int[Tensor, " pairs"]
+    ids: Int[Tensor, " pairs"]
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
+    """Of all positions."""
+
+    def pairs(self, words: int, width: int, others: ProcessGroup | None) -> Pairs:
+        """Returns the pairs of this process's words, block by block. width: of a block."""
+        ids, order = _own_words(self.ids, words, others).sort()
+        edges = [part.start for part in _parts(words, width)]
+        bounds = torch.searchsorted(ids, torch.tensor([*edges, words], device=ids.device)).tolist()
+        own = slice(bounds[0], bounds[-1])
+        return Pairs(
+            positions=self.positions[order][own],
+            ids=ids[own],
+            bounds=[bound - bounds[0] for bound in bounds],
+            whole=(~self.truncated()).nonzero()[:, 0],
+        )
+
+    def truncated(self) -> Bool[Tensor, " positions"]:
+        """Returns which positions have any pair."""
+        found = torch.zeros(self.count, dtype=torch.bool, device=self.ids.device)
+        found[self.positions] = True
+        return found
+
+    def left_out(self, part: slice, words: int) -> Bool[Tensor, "columns words"]:
+        """Returns which of all words some positions leave out."""
+        here = (self.positions >= part.start) & (self.positions < part.stop)
+        mask = self.truncated()[part, None].repeat(1, words)
+        mask[self.positions[here] - part.start, self.ids[here]] = False
+        return mask
+
+
+class Pairs(NamedTuple):
+    """Kept tokens in the order of their ids. bounds: where those of each block begin. whole: the
+    positions that keep all."""
+
+    positions: Int[Tensor, " pairs"]
+    ids: Int[Tensor, " pairs"]
+    bounds: list[int]
+    whole: Int[Tensor, " whole"]
+
+    def of(self, number: int) -> slice:
+        """Returns which pairs are of a block."""
+        return slice(self.bounds[number], self.bounds[number + 1])
+
+    def places(self, number: int, part: slice) -> tuple[Tensor, Tensor]:
+        """Returns the places of a block's pairs among its logits."""
+        pairs = self.of(number)
+        return self.positions[pairs], self.ids[pairs] - part.start
+
+    def sums(self, logits: Float[Tensor, " pairs"], count: int) -> tuple[Each, Each]:
+        """Returns log Σ exp and the entropy of each position's kept tokens among these words; −inf
+        and 0 for a position without any."""
+        highest = logits.new_full((count,), -torch.inf)
+        highest.scatter_reduce_(0, self.positions, logits, "amax")
+        shifted = (logits - highest[self.positions]).exp_()
+        total = highest + torch.zeros_like(highest).index_add_(0, self.positions, shifted).log_()
+        logp = logits - total[self.positions]
+        entropy = torch.zeros_like(total).index_add_(0, self.positions, -logp.exp() * logp)
+        return total, entropy
+
+
 class Blocks(NamedTuple):
-    """How logits are computed in blocks. width: columns of a block. kept: True if logits are saved
-    for the backward pass instead of recomputed. others: see `Head`."""
+    """How logits are computed in blocks. width: columns of a block. saved: True if logits are saved
+    for the backward pass instead of recomputed. others: see `Head`. pairs: the kept tokens, if
+    sampling was truncated."""
 
     width: int
-    kept: bool
+    saved: bool
     temperature: float
     softcap: float
     entropy: bool
     others: ProcessGroup | None
+    pairs: Pairs | None
 
 
 class ByBlocks(torch.autograd.Function):
     """log softmax(capped(hidden @ weightᵀ + bias) / temperature)[target], one number per position;
-    and -Σ p log p or None."""
+    and -Σ p log p or None.
+
+    Of a position whose sampling was truncated, only the logits of its kept tokens are read: all of
+    them are saved, and their gradient is all that the backward pass needs.
+    """
 
     @staticmethod
     def forward(
@@ -117,64 +201,81 @@ class ByBlocks(torch.autograd.Function):
     ) -> tuple[Each, Each | None]:
         targets = _own_words(targets, len(weight), how.others)
         chosen = torch.zeros(len(targets), device=hidden.device)
-        total, entropy = torch.full_like(chosen, -torch.inf), torch.zeros_like(chosen)
-        ctx.kept = []
-        for part in _parts(len(weight), how.width):
+        pairs, of_pairs = how.pairs, []
+        count = len(targets) if pairs is None else len(pairs.whole)
+        total, entropy = chosen.new_full((count,), -torch.inf), chosen.new_zeros(count)
+        ctx.saved = []
+        for number, part in enumerate(_parts(len(weight), how.width)):
             logits = _logits(hidden, _columns(weight, bias, part, how), how.temperature)
             here, own = _within(targets, part)
             chosen = torch.where(here, logits.gather(1, own)[:, 0], chosen)
+            if pairs is not None:
+                of_pairs.append(logits[pairs.places(number, part)])
+                if not count:
+                    continue
+                logits = logits[pairs.whole]
             of_block = logits.logsumexp(-1)
             both = torch.logaddexp(total, of_block)
             if how.entropy:
-                logp = (logits.clone() if how.kept else logits).sub_(of_block[:, None])
+                logp = (logits.clone() if how.saved else logits).sub_(of_block[:, None])
                 entropy_of_block = -logp.exp().mul_(logp).sum(-1)
                 entropy = _part_of(both, total, entropy) + _part_of(
                     both, of_block, entropy_of_block
                 )
             total = both
-            if how.kept:
-                ctx.kept.append(logits)
+            if how.saved:
+                ctx.saved.append(logits)
+        kept = None
+        if pairs is not None:
+            kept = torch.cat(of_pairs)
+            of_whole = total, entropy
+            total, entropy = pairs.sums(kept, len(targets))
+            total[pairs.whole], entropy[pairs.whole] = of_whole
         if how.others is not None:
             chosen, total, entropy = _of_all_words(chosen, total, entropy, how.others)
         ctx.save_for_backward(
-            hidden, weight, bias, targets, total, entropy if how.entropy else None
+            hidden, weight, bias, targets, total, entropy if how.entropy else None, kept
         )
         ctx.how = how
         return chosen - total, entropy if how.entropy else None
 
     @staticmethod
     def backward(ctx: Any, grad: Each, grad_entropy: Each | None) -> tuple[Tensor | None, ...]:
-        """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d
-        logits = -p (log p + H); and d logits / d products = 1 - (logits / softcap)², before the
-        temperature."""
-        hidden, weight, bias, targets, total, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, total, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device)
         grad_weight, grad_bias = (
             torch.empty_like(x) if ctx.needs_input_grad[i] else None
             for i, x in ((1, weight), (2, bias))
         )
         how: Blocks = ctx.how
-        scaled = grad[:, None] / how.temperature
+        every = Upstream(
+            targets,
+            total,
+            grad / how.temperature,
+            entropy,
+            None if grad_entropy is None else grad_entropy / how.temperature,
+        )
+        pairs, of_whole = how.pairs, every
+        if pairs is not None:
+            of_whole = every.at(pairs.whole)
+            of_pairs = every.at(pairs.positions).of_pairs(kept.clone(), pairs.ids, how)
         # Overwritten below: a second backward pass recomputes them.
-        kept, ctx.kept = ctx.kept, []
+        saved, ctx.saved = ctx.saved, []
+        read = hidden if pairs is None else hidden[pairs.whole]
         for number, part in enumerate(_parts(len(weight), how.width)):
             columns = _columns(weight, bias, part, how)
-            logits = kept[number] if kept else _logits(hidden, columns, how.temperature)
-            of_cap = (
-                1 - (logits * (how.temperature / how.softcap)).square_() if how.softcap else None
-            )
-            logp, slope = logits.sub_(total[:, None]), scaled
-            if entropy is not None and grad_entropy is not None:
-                slope = (
-                    (logp + entropy[:, None])
-                    .mul_(grad_entropy[:, None] / how.temperature)
-                    .add_(scaled)
-                )
-            grad_logits = logp.exp_().mul_(-slope)
-            here, own = _within(targets, part)
-            grad_logits.scatter_add_(1, own, torch.where(here[:, None], scaled, 0))
-            if of_cap is not None:
-                grad_logits *= of_cap
+            grad_logits = None
+            if len(read):
+                logits = saved[number] if saved else _logits(read, columns, how.temperature)
+                grad_logits = of_whole.of_block(logits, part, how)
+            if pairs is not None:
+                dense = grad.new_zeros(len(targets), part.stop - part.start)
+                if grad_logits is not None:
+                    dense[pairs.whole] = grad_logits
+                dense[pairs.places(number, part)] = of_pairs[pairs.of(number)]
+                grad_logits = dense
+            if grad_logits is None:  # of no position
+                grad_logits = grad.new_zeros(0, part.stop - part.start)
             if grad_bias is not None:
                 torch.sum(grad_logits, 0, out=grad_bias[part])
             grad_logits = grad_logits.to(hidden.dtype)
@@ -182,6 +283,57 @@ class ByBlocks(torch.autograd.Function):
                 grad_weight[part] = grad_logits.T @ hidden
             grad_hidden += grad_logits @ columns.weight.to(hidden.dtype)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+
+
+class Upstream(NamedTuple):
+    """What the gradient of logits is computed from, of each position. grad, grad_entropy: of the
+    log-probability and of the entropy, divided by the temperature.
+
+    Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d logits =
+    -p (log p + H); and d logits / d products = 1 - (logits / softcap)², before the temperature.
+    """
+
+    targets: Int[Tensor, " positions"]
+    total: Each
+    grad: Each
+    entropy: Each | None
+    grad_entropy: Each | None
+
+    def at(self, positions: Int[Tensor, " some"]) -> Upstream:
+        return Upstream(*(None if x is None else x[positions] for x in self))
+
+    def of_block(
+        self, logits: Float[Tensor, "positions columns"], part: slice, how: Blocks
+    ) -> Float[Tensor, "positions columns"]:
+        """Returns the gradient of a block's products, in the place of its logits."""
+        of_cap = _slope_of_cap(logits, how)
+        grad_logits = self._of_softmax(logits, columns=True)
+        here, own = _within(self.targets, part)
+        grad_logits.scatter_add_(1, own, torch.where(here, self.grad, 0)[:, None])
+        return grad_logits if of_cap is None else grad_logits.mul_(of_cap)
+
+    def of_pairs(
+        self, logits: Float[Tensor, " pairs"], ids: Int[Tensor, " pairs"], how: Blocks
+    ) -> Float[Tensor, " pairs"]:
+        """Returns the gradient of one product at each position, in the place of its logit. ids: of
+        the products' words."""
+        of_cap = _slope_of_cap(logits, how)
+        grad_logits = self._of_softmax(logits, columns=False)
+        grad_logits += torch.where(ids == self.targets, self.grad, 0)
+        return grad_logits if of_cap is None else grad_logits.mul_(of_cap)
+
+    def _of_softmax(self, logits: Tensor, columns: bool) -> Tensor:
+        def each(x: Each) -> Tensor:
+            return x[:, None] if columns else x
+
+        logp, slope = logits.sub_(each(self.total)), each(self.grad)
+        if self.entropy is not None and self.grad_entropy is not None:
+            slope = (logp + each(self.entropy)).mul_(each(self.grad_entropy)).add_(slope)
+        return logp.exp_().mul_(-slope)
+
+
+def _slope_of_cap(logits: Tensor, how: Blocks) -> Tensor | None:
+    return 1 - (logits * (how.temperature / how.softcap)).square_() if how.softcap else None
 
 
 def _own_words(
@@ -231,12 +383,18 @@ def _by_chunks(
     chunk: int,
     entropy: bool,
     teacher: Teacher,
+    kept: Kept | None,
 ) -> tuple[Each, Each | None, Each]:
     """All logits of a chunk of positions at a time. The divergence may be any function, so autograd
     differentiates it."""
 
     def one(
-        hidden: Tensor, of_teacher: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+        hidden: Tensor,
+        of_teacher: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        part: slice,
     ) -> tuple[Tensor, ...]:
         logits = _logits(hidden, Head(weight, bias, head.softcap), temperature)
         if head.others is not None:
@@ -244,6 +402,8 @@ def _by_chunks(
         theirs = _logits(of_teacher, teacher.head, temperature)
         both = min(logits.shape[-1], theirs.shape[-1])
         divergence = teacher.divergence(logits[..., :both], theirs[..., :both])
+        if kept is not None:
+            logits = logits.masked_fill(kept.left_out(part, logits.shape[-1]), LEFT_OUT)
         logp = logits.log_softmax(-1)
         of_all = -(logp.exp() * logp).sum(-1) if entropy else None
         return logp.gather(1, targets[:, None])[:, 0], of_all, divergence
@@ -251,7 +411,14 @@ def _by_chunks(
     again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
     # One chunk even without positions: a pass that other processes need has a gradient of zeros.
     computed = [
-        again(hidden[p], teacher.hidden[p], targets[p], head.weight, head.bias)
+        again(
+            hidden[p],
+            teacher.hidden[p],
+            targets[p],
+            head.weight,
+            head.bias,
+            p,
+        )
         for p in _parts(max(len(targets), 1), chunk)
     ]
     logp, of_all, divergence = zip(*computed, strict=True)

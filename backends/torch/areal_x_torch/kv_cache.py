@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from areal_x_torch import masks
+from areal_x_torch.attention import Sinks, by_formula
 from areal_x_torch.masks import Visible, window_of
 from areal_x_torch.model import decoder
 
@@ -48,8 +49,10 @@ class ProbeCache:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scale: float | None,
+        scale: float,
         window: int | None,
+        softcap: float | None,
+        sinks: Sinks | None,
     ) -> Tensor:
         if layer in self.layers:
             raise NotImplementedError("it attends more than once per layer")
@@ -132,8 +135,10 @@ class PrefillCache:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scale: float | None,
+        scale: float,
         window: int | None,
+        softcap: float | None,
+        sinks: Sinks | None,
     ) -> Tensor:
         """Returns [rows, heads, length, head_dim] for the queries, after writing their keys and
         values."""
@@ -143,12 +148,15 @@ class PrefillCache:
         for x, new in zip(both, (key, value), strict=True):
             x[rows, self.start : stop] = new.transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
-        if self.start == 0 and (window is None or window >= stop):
+        plain = softcap is None and sinks is None
+        if plain and self.start == 0 and (window is None or window >= stop):
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
             )
         keys, values = (x[rows, :stop].transpose(1, 2) for x in both)
         mask = self._mask(window, query.device)
+        if not plain:
+            return by_formula(query, keys, values, mask, scale, softcap, sinks)
         return scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
@@ -183,8 +191,10 @@ class DecodeCache:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scale: float | None,
+        scale: float,
         window: int | None,
+        softcap: float | None,
+        sinks: Sinks | None,
     ) -> Tensor:
         index = next(i for i, kept in enumerate(self.layers) if kept.number == layer)
         mask = self.masks[self.windows.index(window)]
@@ -194,9 +204,11 @@ class DecodeCache:
         for x, new in ((self.keys[index], key), (self.values[index], value)):
             x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, new[:, :, 0])
             seen.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
+        keys, values = seen
+        if softcap is not None or sinks is not None:
+            return by_formula(query, keys, values, mask[:, :, None], scale, softcap, sinks)
         # Heads that share keys become the length of the queries: nothing is repeated.
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1])
-        keys, values = seen
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return attended.reshape(rows, heads, 1, -1)
 
@@ -218,15 +230,16 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer.
 
-    Raises: NotImplementedError for attention that is not a plain softmax.
+    Raises: NotImplementedError for attention with a bias.
     """
-    if softcap is not None or s_aux is not None or position_bias is not None:
+    if position_bias is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} caps or biases its attention, which the torch sampler does"
-            " not support"
+            f"{type(module).__name__} biases its attention, which the torch sampler does not support"
         )
     window = window_of(module, attention_mask, sliding_window)
-    return cache.attend(module.layer_idx, query, key, value, scaling, window).transpose(1, 2), None
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    own = scale, window, softcap, s_aux
+    return cache.attend(module.layer_idx, query, key, value, *own).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -11,10 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - lets numpy read bfloat16
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,10 +25,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
+from areal_x.hf.model_parts import with_parts
 from areal_x_torch import compatibility
 from areal_x_torch.dtensors import ShardedView, local, own_part
 from areal_x_torch.experts import is_experts
@@ -60,14 +64,9 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     """
     model_dir.check_head(directory, head)
     config = model_dir.read_config(directory)
+    check_kind(directory, config)
     kind, name, changes = AutoModelForCausalLM, "a causal language model", {}
     if "vision_config" in config:
-        if config["model_type"] not in VISION_MODELS:
-            kinds = f"of models with images, the torch backend trains {' and '.join(VISION_MODELS)}"
-            raise UserError(
-                f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of"
-                " text"
-            )
         kind, name = (
             AutoModelForImageTextToText if head == "policy" else value_model_class(directory),
             "a vision-language model",
@@ -110,7 +109,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     complaints = _complaints(
         missing - {SCORE}, left_over, [name for name, *_ in found["mismatched_keys"]]
     )
-    if complaints:
+    if complaints and promised:  # else they are still on the hub
         raise UserError(f"the tensors of {directory} do not fit its config ({complaints})")
     _tie_what_is_the_same(model, directory)
     if SCORE in missing:
@@ -120,6 +119,30 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     model.get_input_embeddings().padding_idx = None
     compatibility.prepare(model, directory)
     return model
+
+
+def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
+    """Checks, from the config alone, that this is a language model of a kind that the backend can
+    try to load.
+
+    Raises: UserError naming the part that it does not train.
+    """
+    model_type = config.get("model_type")
+    kind = f"{directory} is a {model_type}{with_parts(config)}"
+    if "vision_config" in config and model_type not in VISION_MODELS:
+        kinds = f"of models with images, the torch backend trains {' and '.join(VISION_MODELS)}"
+        raise UserError(f"{kind}; {kinds}: use one of these, or a model of text")
+    if config.get("is_encoder_decoder"):
+        raise UserError(
+            f"{kind}, and the torch backend trains models with a decoder only: use a causal language"
+            " model"
+        )
+    known = model_type in CONFIG_MAPPING  # else transformers says so
+    if known and model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
+        raise UserError(
+            f"{kind}, for which transformers has no causal language model: use a model that"
+            " generates text"
+        )
 
 
 def value_model_class(directory: Path) -> type[PreTrainedModel]:

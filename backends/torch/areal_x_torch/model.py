@@ -74,7 +74,15 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "toke
         states = decoder(model)(
             **read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments
         )
-    return states.last_hidden_state[0]
+    return head_input(model, states.last_hidden_state[0])
+
+
+def head_input(
+    model: PreTrainedModel, states: Float[Tensor, "*_ features"]
+) -> Float[Tensor, "*_ features"]:
+    """Scales the decoder's last hidden states as transformers scales the logits after the head."""
+    scale = logit_scale_of(model)
+    return states if scale == 1 else states * scale
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
@@ -101,6 +109,15 @@ def softcap_of(model: PreTrainedModel) -> float:
         else getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     )
     return float(found or 0.0)
+
+
+def logit_scale_of(model: PreTrainedModel) -> float:
+    """Returns the factor of a language model's logits: Cohere's, or 1 over Granite's."""
+    if is_classifier(model):
+        return 1.0
+    text = model.config.get_text_config()
+    scale, divisor = (getattr(text, name, None) for name in ("logit_scale", "logits_scaling"))
+    return float(scale or 1) / float(divisor or 1)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

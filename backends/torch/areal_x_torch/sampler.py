@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -26,6 +26,7 @@ from areal_x.engines.lanes import Lanes, lanes_on_cpu
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x.runtime import cores
+from areal_x.types import Kept
 from areal_x_torch import lora, prompt_images
 from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
@@ -55,13 +56,14 @@ class Rows:
     temperature: np.ndarray
     top_p: np.ndarray
     top_k: np.ndarray
+    min_p: np.ndarray
     stops: np.ndarray
 
     @staticmethod
     def none() -> Rows:
         whole, real = np.zeros(0, np.int64), np.zeros(0, np.float32)
         seeds, stops = np.zeros((0, 2), np.uint32), np.zeros((0, 0), np.int64)
-        return Rows(whole, whole, whole, whole, whole, whole, seeds, real, real, whole, stops)
+        return Rows(whole, whole, whole, whole, whole, whole, seeds, real, real, whole, real, stops)
 
     @staticmethod
     def of(requests: Sequence[SlotRequest], context: int, shifts: Sequence[int]) -> Rows:
@@ -85,6 +87,7 @@ class Rows:
             temperature=np.array([s.temperature for s in sampling], np.float32),
             top_p=np.array([s.top_p for s in sampling], np.float32),
             top_k=np.array([s.top_k for s in sampling]),
+            min_p=np.array([s.min_p for s in sampling], np.float32),
             stops=np.array(
                 [(*s.stop_token_ids, *[-1] * (most - len(s.stop_token_ids))) for s in sampling],
                 np.int64,
@@ -210,16 +213,20 @@ class Lane:
             finished=np.zeros(self.slots, bool),
         )
         taken = 0
+        kept: dict[int, list[Kept]] = {}
         while taken < steps and len(self._rows) and decoded.finished.sum() < until_free:
-            taken += self._decode_until_one_stops(decoded, taken, steps)
-        return decoded
+            taken += self._decode_until_one_stops(decoded, kept, taken, steps)
+        return replace(decoded, kept={slot: Kept.joined(parts) for slot, parts in kept.items()})
 
-    def _decode_until_one_stops(self, decoded: Decoded, taken: int, steps: int) -> int:
-        """Grows all rows until some finish, removes those, and returns the number of steps."""
+    def _decode_until_one_stops(
+        self, decoded: Decoded, kept: dict[int, list[Kept]], taken: int, steps: int
+    ) -> int:
+        """Grows all rows until some finish, removes those, and returns the number of steps. kept:
+        by slot, of the rows that leave tokens out."""
         rows, device = self._rows, self.model.device
         ahead = np.arange(steps - taken)
         uniforms = torch.from_numpy(uniform(rows.seed, rows.generated[:, None] + ahead)).to(device)
-        row_sampling = RowSampling.of(rows.temperature, rows.top_p, rows.top_k, device)
+        row_sampling = RowSampling.of(rows.temperature, rows.top_p, rows.top_k, rows.min_p, device)
         token, column, shift = (
             torch.from_numpy(x).to(device) for x in (rows.token, rows.column, rows.shift)
         )
@@ -227,10 +234,18 @@ class Lane:
         left = rows.limit - rows.generated
         for step in range(len(ahead)):
             logits = self._step(token, column + shift, *self._cache.newest(column, used + step))
-            token, logprob = sample(logits, uniforms[:, step, None], row_sampling)
+            token, logprob, mask = sample(logits, uniforms[:, step, None], row_sampling)
             column = column + 1
             decoded.tokens[rows.slot, taken + step] = generated = token.cpu().numpy()
             decoded.logprobs[rows.slot, taken + step] = logprob.cpu().numpy()
+            if mask is not None:
+                row, ids = mask.nonzero().cpu().numpy().astype(np.int32).T
+                counts = np.bincount(row, minlength=len(rows)).astype(np.int32)
+                ends = np.cumsum(counts)
+                for one in np.flatnonzero(counts):
+                    here = slice(ends[one] - counts[one], ends[one])
+                    part = Kept(counts[one, None], ids[here])
+                    kept.setdefault(int(rows.slot[one]), []).append(part)
             done = (generated[:, None] == rows.stops).any(-1) | (left == step + 1)
             if done.any():
                 break

@@ -39,51 +39,69 @@ def _mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
 class RowSampling:
     """Each row's sampling parameters, as columns `[rows, 1]`; None if no row uses one.
 
-    The distribution is softmax(logits / temperature), restricted to the top_k most likely tokens
-    (0: all), then to the fewest of those whose probability reaches top_p, renormalised. A greedy
-    row takes the most likely token, with its plain log-probability.
+    The distribution is softmax(logits / temperature), restricted to tokens at least min_p times as
+    likely as the most likely one, of these to the top_k most likely (0: all), and of these to the
+    fewest whose share of the probability that is left reaches top_p; renormalised. A greedy row
+    takes the most likely token, with its plain log-probability.
     """
 
     temperature: Float[Tensor, "rows 1"] | None
     greedy: Bool[Tensor, "rows 1"] | None
-    top_p: Float[Tensor, "rows 1"] | None
-    top_k: Int[Tensor, "rows 1"] | None
+    truncation: Truncation | None
 
     @staticmethod
     def of(
-        temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device
+        temperature: np.ndarray,
+        top_p: np.ndarray,
+        top_k: np.ndarray,
+        min_p: np.ndarray,
+        device: torch.device,
     ) -> RowSampling:
         greedy = temperature == 0
         temperature = np.where(greedy, 1, temperature).astype(np.float32)
-        truncates = ~greedy & ((top_p < 1) | (top_k > 0))
-        top_p = np.where(truncates, top_p, 1).astype(np.float32)
-        top_k = np.where(truncates, top_k, 0)
+        rows = ~greedy & ((top_p < 1) | (top_k > 0) | (min_p > 0))
+        top_p = np.where(rows, top_p, 1).astype(np.float32)
+        top_k = np.where(rows, top_k, 0)
+        min_p = np.where(rows, min_p, 0).astype(np.float32)
 
-        def column(x: np.ndarray, asked: np.ndarray) -> Tensor | None:
-            return torch.from_numpy(x[:, None]).to(device) if asked.any() else None
+        def column(x: np.ndarray) -> Tensor:
+            return torch.from_numpy(x[:, None]).to(device)
 
         return RowSampling(
-            column(temperature, temperature != 1),
-            column(greedy, greedy),
-            column(top_p, truncates),
-            column(top_k, truncates),
+            column(temperature) if (temperature != 1).any() else None,
+            column(greedy) if greedy.any() else None,
+            Truncation(*map(column, (rows, top_p, top_k, min_p))) if rows.any() else None,
         )
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which tokens each row may sample, as columns `[rows, 1]`. rows: True for the rows that leave
+    some out; the others have the values 1, 0 and 0."""
+
+    rows: Bool[Tensor, "rows 1"]
+    top_p: Float[Tensor, "rows 1"]
+    top_k: Int[Tensor, "rows 1"]
+    min_p: Float[Tensor, "rows 1"]
 
 
 def sample(
     logits: Float[Tensor, "rows vocabulary"],
     uniforms: Float[Tensor, "rows 1"],
     row_sampling: RowSampling,
-) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Returns a token for each row and its log-probability under the distribution it was sampled
-    from."""
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Bool[Tensor, "rows vocabulary"] | None]:
+    """Returns a token for each row, its log-probability under the distribution it was sampled from,
+    and the tokens kept in the rows that leave some out (None if there is no such row)."""
     scaled = logits.float()
     if row_sampling.temperature is not None:
         scaled = scaled / row_sampling.temperature
     scaled = scaled - scaled.amax(-1, keepdim=True)
     mass = scaled.exp()
-    if row_sampling.top_p is not None and row_sampling.top_k is not None:
-        mass = torch.where(kept(scaled, row_sampling.top_p, row_sampling.top_k), mass, 0)
+    mask = None
+    if row_sampling.truncation is not None:
+        mask = kept(scaled, row_sampling.truncation)
+        mass = torch.where(mask, mass, 0)
+        mask &= row_sampling.truncation.rows
     cumulative = mass.cumsum(-1)
     total = cumulative[:, -1:]
     # Neither the uniform nor rounding may put the target at or past the end; a token without mass
@@ -92,20 +110,20 @@ def sample(
     tokens = torch.searchsorted(cumulative, target, right=True)
     if row_sampling.greedy is not None:
         tokens = torch.where(row_sampling.greedy, scaled.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], (scaled.gather(1, tokens) - total.log())[:, 0]
+    return tokens[:, 0], (scaled.gather(1, tokens) - total.log())[:, 0], mask
 
 
 def kept(
-    scaled: Float[Tensor, "rows vocabulary"],
-    top_p: Float[Tensor, "rows 1"],
-    top_k: Int[Tensor, "rows 1"],
+    scaled: Float[Tensor, "rows vocabulary"], truncation: Truncation
 ) -> Bool[Tensor, "rows vocabulary"]:
-    """Returns which tokens top_k, then top_p, keep. Ties with the last one kept are kept too."""
+    """Returns which tokens min_p, then top_k, then top_p keep. Ties with the last one kept are kept
+    too. scaled: log-probabilities up to a constant, 0 for the most likely token."""
+    top_p, top_k, min_p = truncation.top_p, truncation.top_k, truncation.min_p
     ordered = scaled.sort(-1, descending=True).values
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
-    within_k = (top_k == 0) | (rank < top_k)
-    mass = torch.where(within_k, ordered.exp(), 0)
+    allowed = ((top_k == 0) | (rank < top_k)) & (ordered >= min_p.log())
+    mass = torch.where(allowed, ordered.exp(), 0)
     before = mass.cumsum(-1) - mass
     within_p = (top_p >= 1) | (before < top_p * mass.sum(-1, keepdim=True)) | (rank == 0)
-    least = torch.where(within_k & within_p, ordered, torch.inf).amin(-1, keepdim=True)
+    least = torch.where(allowed & within_p, ordered, torch.inf).amin(-1, keepdim=True)
     return scaled >= least

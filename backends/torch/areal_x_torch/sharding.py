@@ -1,15 +1,17 @@
 """Sharding of a model over processes, one device each: the mesh, the sharding of parameters, and
 sums over all processes.
 
-data      copies of the model, each with its own rows; gradients are summed fsdp      its own rows
-too; parameters, gradients and moments are sharded, and gathered a decoder block at a time as they
-are needed expert    its own rows too; the experts of a mixture, to which tokens are sent context
-tokens of every row; parameters, gradients and moments are sharded as over fsdp tensor    heads, the
-width of the MLP and the vocabulary; every process of a tensor group has the same tokens
+    data      copies of the model, each with its own rows; gradients are summed
+    fsdp      its own rows too; parameters, gradients and moments are sharded, and gathered a decoder
+              block at a time as they are needed
+    expert    its own rows too; the experts of a mixture, to which tokens are sent
+    context   tokens of every row; parameters, gradients and moments are sharded as over fsdp
+    tensor    heads, the width of the MLP, experts and the vocabulary; every process of a tensor group
+              has the same tokens
 
 A parameter is a DTensor that knows its sharding: over tensor if it is computed in parts, and over
-fsdp, expert and context together, to be gathered; one of experts over expert, and to be gathered
-over fsdp and context. The axes of a joined mesh have the names of those that they join.
+fsdp, expert and context together, to be gathered; one of experts over expert and tensor, and to be
+gathered over fsdp and context. The axes of a joined mesh have the names of those that they join.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")  # axes along which processes have their own rows
 # Axes over which every parameter that is not an expert's is sharded.
 DENSE = "fsdp expert context"
+EXPERTS = "expert tensor"  # axes that divide a mixture's experts among them
 # Names, in configs, of the number of experts of a layer.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -80,6 +83,9 @@ def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -
 
 def sizes_of(config: MeshConfig) -> tuple[int, ...]:
     """Returns the size of each of the AXES. Raises: like make_mesh."""
+    if config.stage > 1:
+        wanted = "1 with torch, which does not divide layers among stages yet: use mesh.fsdp"
+        raise ConfigError("mesh.stage", config.stage, wanted)
     sizes = [getattr(config, axis) for axis in AXES[1:]]
     processes, split = config.processes, prod(sizes)
     if processes % split or config.data not in (-1, processes // split):
@@ -123,10 +129,8 @@ def check_model(
                 else "1 for a model without experts: use mesh.fsdp"
             )
             raise ConfigError("mesh.expert", config.expert, wanted)
-        if config.tensor > 1 and experts:
-            wanted = (
-                "1, as torch does not split a mixture's products yet: use mesh.expert or mesh.fsdp"
-            )
+        if config.tensor > 1 and experts % (config.expert * config.tensor):
+            wanted = f"such that mesh.expert · mesh.tensor divides the model's {experts} experts"
             raise ConfigError("mesh.tensor", config.tensor, wanted)
         if config.tensor > 1:
             plan_of(described.get_text_config(), config.tensor)
@@ -241,13 +245,13 @@ def shard_model(
         unit.set_gradient_divide_factor(1.0)
 
     low = None if dtype == torch.float32 else dtype
-    if mesh["expert"].size() > 1:
-        mixed = joined_mesh(mesh, "tensor", "data", "fsdp context", "expert")
+    if mesh["expert"].size() * mesh["tensor"].size() > 1:
+        mixed = joined_mesh(mesh, "data", "fsdp context", EXPERTS)
         beside = (
             mixed["data", "fsdp context"] if mixed["data"].size() > 1 else mixed["fsdp context"]
         )
         for module in filter(is_experts, model.modules()):
-            split_experts(module, mixed["expert"])
+            split_experts(module, mixed[EXPERTS], mesh["tensor"])
             shard(module, low, beside)
     for block in blocks_of(model):
         shard(block, low)
@@ -275,6 +279,8 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
     """
     plan = dict(config.base_model_tp_plan or {})
     plan.pop("embed_tokens", None)  # which `split_vocabulary` splits
+    for pattern in [pattern for pattern in plan if "experts" in pattern.split(".")]:
+        del plan[pattern]  # which `split_experts` splits
     if not plan or set(plan.values()) - {*STYLES, SUMMED}:
         wanted = (
             f"1, as heads and MLPs of a {config.model_type} model cannot be sharded yet: use"
@@ -317,14 +323,16 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 def split_along(size: int, x: nn.Parameter) -> Shard | None:
     """Returns how fully_shard shards what is already split, which it must do evenly: whole experts,
     or else each of them."""
-    return Shard(1) if isinstance(x, DTensor) and x.ndim == 3 and len(local(x)) % size else None
+    of_experts = isinstance(x, DTensor) and EXPERTS in (x.device_mesh.mesh_dim_names or ())
+    return Shard(1) if of_experts and len(local(x)) % size else None
 
 
-def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+def split_experts(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> None:
     """Gives each process equally many experts, which it alone computes: areal_x_torch.experts sends
-    it their tokens."""
+    it their tokens. tensor: the processes that have the same tokens."""
     for name, x in list(module.named_parameters()):
         setattr(module, name, split(x, mesh, 0))
+    module.same_tokens = tensor.get_group() if tensor.size() > 1 else None
 
 
 def replicated_in_tensor_group(

@@ -20,7 +20,7 @@ from jaxtyping import Float32
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_x.errors import ConfigError
+from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
@@ -38,6 +38,7 @@ from areal_x_torch import (
     lora,
     model,
     optimizers,
+    resting,
     rope,
     sharded_checkpoint,
 )
@@ -88,6 +89,11 @@ class Trainer(HuggingFaceTrainer):
         # On a CPU everything is on the host anyway.
         self.offload = config.offload and self.device.type != "cpu"
         self.mesh = make_mesh(config.mesh, self.device, self.offload)
+        if config.rests and self.mesh is not None and not self.offload:
+            raise UserError(
+                "train.colocate = True needs a torch trainer in one process, without a mesh: one that is"
+                " sharded over processes stays on its devices"
+            )
         self.share, shares = row_rank(self.mesh)
         self.shares = Shares((self.share,), shares)
         learns = not (config.frozen or config.lora.rank)
@@ -138,6 +144,9 @@ class Trainer(HuggingFaceTrainer):
         if not config.frozen:
             self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
+        self._step_logp: list[Tensor | None] = []  # of each micro-batch
+        self._step_rows = np.arange(0)
+        self._step_shape = 0, 0
 
     @property
     def threads(self) -> int | None:
@@ -150,12 +159,14 @@ class Trainer(HuggingFaceTrainer):
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         division = divide(self.config, batch, self.shares.count, "update")
-        rows = own_rows(batch, division.rows(self.shares.own))
-        return self.update_share(rows, division.whole, loss)
+        rows = division.rows(self.shares.own)
+        self._step_rows, self._step_shape = rows, batch.shape
+        return self.update_share(own_rows(batch, rows), division.whole, loss)
 
     def update_share(self, rows: Batch, whole: MicroBatches, loss: Loss) -> dict[str, float]:
         self.need_weights(rows)
         self._check(rows, self.model, self.directory)
+        self.check_tokens(rows, model.vocabulary_size(self.model))
         if self.teacher is not None:
             self._check(rows, self.teacher, Path(str(self.config.teacher)))
         rows = rows.replace(experts=self.recorded_experts(rows)).map(np.asarray)
@@ -163,10 +174,12 @@ class Trainer(HuggingFaceTrainer):
         zero = partial(torch.zeros, (), device=self.device)
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         largest: dict[str, Tensor] = defaultdict(zero)
+        self._step_logp = []
         for index, packed in enumerate(whole.cut(rows, self.share)):
             if self.mesh is None:  # others would wait in a collective
                 raise_if_interrupted()
-            self._backward(loss, packed, whole, index, sums, largest)
+            logp = self._backward(loss, packed, whole, index, sums, largest)
+            self._step_logp.append(logp)
         largest = max_over_rows(largest, self.mesh)
         totals = sum_over_rows(torch.stack(list(sums.values())), self.mesh)
         metrics = dict(zip(sums, totals, strict=True)) | largest
@@ -198,11 +211,12 @@ class Trainer(HuggingFaceTrainer):
         index: int,
         sums: dict[str, Tensor],
         largest: dict[str, Tensor],
-    ) -> None:
+    ) -> Tensor | None:
         """Adds the gradient of this process's rows of one micro-batch, and their metrics to `sums`
-        and `largest`. index: of the micro-batch."""
+        and `largest`. index: of the micro-batch. Returns its log-probabilities, if any."""
         passes, tokens = self.forward.passes(packed, whole.passes[index]), whole.step_trained
-        rows = packed.map(lambda x: to_tensor(x, self.device))
+        # No loss reads the kept tokens, of which there may be many.
+        rows = packed.replace(kept=None).map(lambda x: to_tensor(x, self.device))
         tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
         # Only trained tokens go through the head: a loss masks all others before it computes.
         policy = self.forward.policy(
@@ -231,6 +245,15 @@ class Trainer(HuggingFaceTrainer):
                 largest[name] = torch.maximum(largest[name], x.max())
             else:
                 largest[name] = largest[name]  # every process has the same names
+        return None if policy.logp is None else policy.logp.detach()
+
+    def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
+        kept = [logp for logp in self._step_logp if logp is not None]
+        if not kept or self.mesh is not None:
+            return None
+        found = np.zeros(self._step_shape, np.float32)
+        found[self._step_rows] = torch.cat(kept).cpu().numpy()
+        return found
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         return self._all_tokens(batch, "logprobs")
@@ -240,8 +263,7 @@ class Trainer(HuggingFaceTrainer):
 
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of `weights` on this process's device. Tensors that are neither cast
-        nor gathered are the model's own. With the transports "nccl", "rdt" and "handles":
-        experimental."""
+        nor gathered are the model's own. With all transports but "files": experimental."""
         for name, x in gather_each(
             lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x
         ):
@@ -260,6 +282,23 @@ class Trainer(HuggingFaceTrainer):
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self.device)
+
+    def rest(self) -> None:
+        resting.move(*self._resident(), resting.HOST)
+
+    def wake(self) -> None:
+        resting.move(*self._resident(), self.device)
+
+    def device_bytes(self) -> int:
+        return resting.device_bytes(*self._resident())
+
+    def _resident(self) -> tuple[list[PreTrainedModel], optimizers.Optimizer | None]:
+        """Returns the modules that hold state on the device between steps, and the optimizer that does;
+        none for what trainer.offload keeps on the host anyway."""
+        modules = [] if self.offload else [self.model]
+        if self.teacher is not None:
+            modules.append(self.teacher)
+        return modules, None if self.config.frozen or self.offload else self.optimizer
 
     def snapshot(self) -> dict[str, Tensor]:
         self.need_head("snapshot", "policy")
@@ -377,7 +416,8 @@ class Trainer(HuggingFaceTrainer):
         output, heads = OUTPUTS[method]
         self.need_head(method, *heads)
         self._check(rows, self.model, self.directory)
-        read = {name: getattr(rows, name) for name in ("prefix_ids", *IMAGES)} | {
+        self.check_tokens(rows, model.vocabulary_size(self.model))
+        read = {name: getattr(rows, name) for name in ("kept", "prefix_ids", *IMAGES)} | {
             "experts": self.recorded_experts(rows)
         }
         packed = Batch(rows.tokens, rows.segment_ids, rows.positions, rows.mask, **read).map(

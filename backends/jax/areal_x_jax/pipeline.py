@@ -1,0 +1,97 @@
+"""The decoder's layers divided among stages of devices. The rows that each device would compute at
+once go through them in turns, one after the other.
+
+    turn       0    1    2    3    4        rows 0, 1, 2, two stages
+    stage 0   r0   r1   r2    –    –
+    stage 1    –   r0   r1   r2    –
+
+All stages compute in every turn, on an array whose first axis is the stage and is sharded over the
+mesh's "stage": between two turns it is rolled by one, so that each stage's output becomes the input
+of the next. Where there are no rows a stage computes what nobody reads: of rows + stages - 1 turns,
+stages - 1 are lost (GPipe, arXiv 1811.06965; the array of stages is that of GSPMD, arXiv 2105.04663,
+section 3.3). The backward pass is this one's transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.parameters import Params
+from areal_x_jax.sharding import ROW_AXES, Partitioner
+
+Through = Callable[..., tuple[Array, list[Array]]]
+"""`(architecture, layers, x, of_rows, per_layer, chosen)`: applies all layers of an architecture to
+rows, see `in_turns`."""
+
+
+def in_turns(
+    arch: Architecture,
+    partitioner: Partitioner,
+    through: Through,
+    layers: Params,
+    x: Float[Array, "rows length hidden"],
+    of_rows: Any,
+    per_layer: Any,
+    chosen: Array | None,
+) -> tuple[Array, list[Array]]:
+    """Returns what `through` does for all layers and rows; of the numbers of layers, their means over
+    the rows of a turn, weighted by tokens.
+
+    of_rows: a tree of arrays [rows, …], the second of them the rows' segments. per_layer: a tree of
+    arrays [layers, …]. chosen: [layers, rows, …].
+    """
+    stages, shares = partitioner.size("stage"), partitioner.size(*ROW_AXES)
+    turns = len(x) // shares
+    of_stage = stage_architecture(arch, stages)
+
+    def by_turn(a: Array, axis: int = 0) -> Array:
+        """Divides the axis of rows: every device has one row in each turn."""
+        shape = a.shape[:axis], (shares, turns), a.shape[axis + 1 :]
+        return jnp.moveaxis(a.reshape(*(n for part in shape for n in part)), axis + 1, axis)
+
+    def by_stage(a: Any) -> Array:
+        return jnp.reshape(a, (stages, -1, *a.shape[1:]))
+
+    layers, per_layer = jax.tree.map(by_stage, (layers, per_layer))
+    inputs, of_rows = jax.tree.map(by_turn, (x, of_rows))
+    # [stages, turns, layers, rows, …]
+    chosen = None if chosen is None else jnp.moveaxis(by_turn(by_stage(chosen), 2), 2, 1)
+
+    def turn(x: Array, number: Array) -> tuple[Array, Any]:
+        x = jnp.roll(x, 1, axis=0).at[0].set(inputs[jnp.minimum(number, turns - 1)])
+        x = partitioner.constrain(x, "stages", "rows", "length", None)
+        own = number - jnp.arange(stages)  # the rows that each stage has
+        at = jnp.clip(own, 0, turns - 1)
+        rows = jax.tree.map(lambda a: a[at], of_rows)
+        experts = None if chosen is None else jax.vmap(lambda a, i: a[i])(chosen, at)
+        x, numbers = jax.vmap(lambda *of: through(of_stage, *of), spmd_axis_name="stage")(
+            layers, x, rows, per_layer, experts
+        )
+        x = partitioner.constrain(x, "stages", "rows", "length", None)
+        tokens = (rows[1] > 0).sum(range(1, rows[1].ndim)) * ((own >= 0) & (own < turns))
+        return x, (x[-1], [a * tokens[:, None] for a in numbers], tokens)
+
+    nothing = jnp.zeros((stages, *inputs.shape[1:]), x.dtype)
+    _, (outputs, numbers, tokens) = jax.lax.scan(turn, nothing, jnp.arange(turns + stages - 1))
+    outputs = jnp.moveaxis(outputs[stages - 1 :], 0, 1).reshape(x.shape)
+    total = jnp.maximum(tokens.sum(0), 1)[:, None]
+    return (
+        partitioner.constrain(outputs, "rows", "length", None),
+        [(a.sum(0) / total).reshape(-1) for a in numbers],
+    )
+
+
+def stage_architecture(arch: Architecture, stages: int) -> Architecture:
+    """Returns the architecture with the layers of the first stage, whose kinds those of all stages
+    have."""
+    layers, experts = arch.layers // stages, arch.experts
+    if experts is not None:
+        experts = replace(experts, dense=tuple(i for i in experts.dense if i < layers))
+    return replace(arch, layers=layers, experts=experts)

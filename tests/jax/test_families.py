@@ -1,0 +1,199 @@
+"""Every family that the JAX backend trains, in several shapes: the numbers of transformers in packed rows, gradients, files,
+adapters and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_x.algorithms.losses import ppo_clip
+from areal_x.batching.packing import pack
+from areal_x.errors import ConfigError, UserError
+from areal_x.hf.model_dir import read_config, read_tensors, write_model
+from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x.testing.conformance.helpers import sample_to_end, slot_request
+from areal_x_jax import head
+from areal_x_jax.architecture import Architecture, read_architecture
+from areal_x_jax.families import FAMILIES
+from areal_x_jax.model import head_kernel, hidden_states
+from areal_x_jax.parameters import Params, adaptable_kernels
+from areal_x_jax.weights import from_tensors, to_tensors
+from tests.model_families import CASES, FAMILY_MODELS
+from tests.models import log_softmax, reference_model, sequences, torch_logits, trajectories, write_config
+from tests.thorough import further
+
+from .config_fields import packed_logprobs
+from .family_meshes import deviations_of
+from .test_lora import LORA, assert_near, expected_logprobs, logprobs, randomised, with_products
+from .test_trainer import LENGTHS, learnable, make_trainer
+
+# Their shapes have been in other tests for long.
+FORMER = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma3_text"}
+NEWER = [name for name in CASES if name.rpartition("-")[0] not in FORMER]
+FIRST = [name for name in NEWER if name.endswith("-0")]
+GRADIENTS = ["gpt_oss-0", "cohere2-0"]
+OTHERS = [name for name in CASES if name not in NEWER]
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: write_config(CASES[name], tmp_path_factory.mktemp(name), seed=len(name)))
+
+
+Directories = Callable[[str], Path]
+
+
+def test_every_family_has_shapes_here_and_heads_of_both_kinds() -> None:
+    seen = {family.model_type for family in FAMILIES.values() if not family.has_vision}
+    assert seen == FAMILY_MODELS.keys()
+    for family, shapes in FAMILY_MODELS.items():
+        assert len(shapes) >= 4
+        names = [{**config, "architectures": [name]} for config in shapes for name in architectures(family)]
+        assert {read_architecture(config).tied for config in names} == {True, False}, family
+
+
+def architectures(model_type: str) -> list[str]:
+    return [name for name, family in FAMILIES.items() if family.model_type == model_type]
+
+
+@pytest.mark.parametrize("name", [*FIRST, *further(*(x for x in NEWER if x not in FIRST), *OTHERS)])
+def test_packed_rows_are_each_sequence_alone_in_transformers_and_files_go_round_with_the_same_bits(
+    name: str, directory_of: Directories, tmp_path: Path
+) -> None:
+    directory, rows = directory_of(name), sequences(19, 1, 11)
+    arch = read_architecture(read_config(directory))
+    theirs = torch_logits(directory, rows)
+    for ours, logits in zip(packed_logprobs(arch, directory, rows), theirs, strict=True):
+        np.testing.assert_allclose(ours, log_softmax(logits), atol=1e-4)
+    read = dict(read_tensors(directory))
+    params = from_tensors(arch, read.items(), str(directory))
+    write_model(tmp_path / "written", directory, to_tensors(arch, params))
+    written = dict(read_tensors(tmp_path / "written"))
+    assert written.keys() == read.keys()
+    assert all(np.array_equal(written[tensor], x) for tensor, x in read.items())
+
+
+def torch_gradients(directory: Path, tokens: np.ndarray, place: Path) -> dict[str, np.ndarray]:
+    """Returns transformers' gradients of the negative log-likelihood under the names of its files: it saves them in place of
+    the parameters."""
+    import torch
+
+    model = reference_model(directory)
+    ids = torch.tensor(tokens[None]).long()
+    logp = torch.log_softmax(model(ids).logits[0, :-1], -1)
+    (-logp[torch.arange(len(tokens) - 1), ids[0, 1:]].mean()).backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(place)
+    return dict(read_tensors(place))
+
+
+@pytest.mark.parametrize("name", [*GRADIENTS, *further(*(x for x in CASES if x not in GRADIENTS))])
+def test_gradients_are_those_of_transformers(name: str, directory_of: Directories, tmp_path: Path) -> None:
+    directory = directory_of(name)
+    arch = read_architecture(read_config(directory))
+    params = from_tensors(arch, read_tensors(directory), str(directory))
+    tokens = np.maximum(sequences(30)[0], 2)  # torch gives an embedding that pads no gradient
+
+    @jax.jit
+    def loss(params: Params, tokens: Any) -> Any:
+        ids, positions = jnp.ones_like(tokens), jnp.arange(30)[None]
+        hidden, _ = hidden_states(arch, params, tokens, positions, ids, False, implementation="blocked")
+        logp, *_ = head.logprobs(hidden, head_kernel(params), tokens, ids, 1.0, 64, softcap=arch.logit_softcap)
+        return -jnp.mean(logp[:, 1:])
+
+    ours = dict(to_tensors(arch, jax.grad(loss)(params, jnp.asarray(tokens[None]))))
+    theirs = torch_gradients(directory, tokens, tmp_path)
+    assert ours.keys() == theirs.keys()
+    far = {tensor: float(np.abs(ours[tensor] - x).max() / max(np.abs(x).max(), 1e-6)) for tensor, x in theirs.items()}
+    assert max(far.values()) < 1e-3, max(far, key=far.__getitem__)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-0", *further(*(x for x in NEWER if x != "gpt_oss-0"))])
+def test_what_is_sampled_with_the_cache_has_the_log_probabilities_of_the_whole_sequence(
+    name: str, directory_of: Directories
+) -> None:
+    """Of prompts longer than a prefill's chunk and shorter than a window, in one part of the cache and in several."""
+    directory = directory_of(name)
+    trainer = make_trainer(directory)
+    sampler = trainer.sampler(4, 160)
+    sampler.load(trainer.snapshot())
+    requests = [slot_request(slot, prompt, 12, seed=slot) for slot, prompt in enumerate((90, 3, 1, 40))]
+    for slot, (tokens, said) in sample_to_end(sampler, requests).items():
+        assert len(tokens) == 12
+        whole = np.append(requests[slot].tokens, tokens).astype(np.int32)
+        logits = torch_logits(directory, [whole])[0]
+        at = np.arange(len(whole) - 12, len(whole))
+        np.testing.assert_allclose(said, log_softmax(logits)[at - 1, whole[at]], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["phi3-0", *further(*(x for x in CASES if x != "phi3-0"))])
+def test_adapters_of_every_kernel_are_transformers_with_their_products_added(name: str, directory_of: Directories) -> None:
+    directory = directory_of(name)
+    kernels = adaptable_kernels(read_architecture(read_config(directory)))
+    targets = tuple(f"{kernel}_proj" for kernel in kernels)
+    trainer = randomised(make_trainer(directory, lora=replace(LORA, targets=targets)))
+    adapter = dict(trainer.adapter())
+    assert len(adapter) == 2 * len(kernels) * trainer.arch.layers
+    _, logits = with_products(directory, adapter)
+    assert_near(logprobs(trainer), expected_logprobs(logits))
+    trainer.update(learnable(pack(trajectories(*LENGTHS), 32)), ppo_clip)
+    assert all(np.abs(x - adapter[tensor]).max() > 0 for tensor, x in trainer.adapter())
+
+
+@pytest.mark.parametrize("name", further(*(x for x in CASES if x.endswith("-0"))))
+def test_meshes_compute_the_numbers_of_one_device(name: str, directory_of: Directories) -> None:
+    (found,) = deviations_of([directory_of(name)])
+    assert found.keys() >= {"fsdp", "tensor", "context"}
+    assert max(found.values()) < 1e-3, found
+
+
+@pytest.mark.parametrize(
+    "name, change, complaint",
+    [
+        ("cohere-0", {"use_qk_norm": True}, "use_qk_norm = True"),
+        (
+            "phi3-0",
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+            "longrope",
+        ),
+        ("gpt_oss-0", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ("gpt_oss-0", {"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' where this family clamps another"),
+        (
+            "smollm3-0",
+            {"no_rope_layers": [1], "layer_types": ["full_attention"] * 4},
+            "no_rope_layers has 1 entries for 4 layers",
+        ),
+        ("glm4-0", {"head_dim": 6}, "heads of 6 features, of which 3"),
+        ("llama-0", {"embedding_multiplier": 2.0}, "embedding_multiplier"),
+    ],
+)
+def test_what_a_family_lacks_is_refused_by_name(name: str, change: dict[str, Any], complaint: str) -> None:
+    config = {**CASES[name], "architectures": architectures(name.rpartition("-")[0])} | change
+    with pytest.raises(UserError, match=complaint):
+        read_architecture(config)
+
+
+def test_targets_that_a_fused_kernel_replaces_are_refused_with_its_name(directory_of: Directories) -> None:
+    with pytest.raises(ConfigError, match="qkv_proj, o_proj, gate_up_proj, down_proj"):
+        make_trainer(directory_of("phi3-0"), lora=LoRAConfig(rank=2))
+
+
+def test_a_critic_reads_states_that_are_not_scaled_as_logits_are() -> None:
+    config = {**CASES["granite-0"], "architectures": ["GraniteForCausalLM"]}
+    assert read_architecture(config).logit_scale == 0.25
+    assert read_architecture(config, "value").logit_scale == 1
+
+
+def test_one_architecture_is_one_program(directory_of: Directories) -> None:
+    """jax caches programs by the architecture, which must hash."""
+    arch: Architecture = read_architecture(read_config(directory_of("gpt_oss-0")))
+    assert hash(arch) == hash(read_architecture(read_config(directory_of("gpt_oss-0"))))

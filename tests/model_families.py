@@ -1,0 +1,219 @@
+"""Shapes of tiny models of each family that the JAX backend has a description of: what the tests of families run, and what
+docs/models.md lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.models import EXPERTS, GEMMA3, LLAMA3, QWEN3, SIZES, YARN
+
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+ONE_KEY, ALL_KEYS = {"num_key_value_heads": 1}, {"num_key_value_heads": 4}
+MIXED = ["sliding_attention", "full_attention", "full_attention"]
+YARN_OSS = {**YARN, "rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+EIGHT = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PHI3 = {**SIZES, "model_type": "phi3", "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 1}
+GPT_OSS = {**SIZES, **EIGHT, "model_type": "gpt_oss", "head_dim": 8, "sliding_window": 5, "rope_parameters": YARN_OSS}
+COHERE = {**SIZES, "bos_token_id": 1, "eos_token_id": 1, "logit_scale": 0.25}
+COHERE2 = {**COHERE, "model_type": "cohere2", "sliding_window": 5, "num_hidden_layers": 3, "sliding_window_pattern": 2}
+GLM = {**SIZES, "pad_token_id": None, "eos_token_id": 1, "head_dim": 8}
+GRANITE = {
+    **SIZES,
+    "model_type": "granite",
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 4.0,
+}
+OLMO = {**SIZES, "pad_token_id": None, "eos_token_id": 1}
+OLMO3 = {**OLMO, "model_type": "olmo3", "sliding_window": 5, "num_hidden_layers": 3, "layer_types": MIXED}
+SMOLLM3 = {**SIZES, "model_type": "smollm3", "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 1}
+MIXTRAL = {**SIZES, **EIGHT, "model_type": "mixtral"}
+LISTED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED, "num_hidden_layers": 3}
+
+# Model type → its shapes: heads tied or not, keys for one query head or several, windows or none, biases, scaled positions.
+FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
+    "qwen2": [b := {**SIZES, "model_type": "qwen2"}, b | TIED | ALL_KEYS, b | LISTED | ONE_KEY, b | {"rope_scaling": YARN}],
+    "qwen3": [QWEN3, QWEN3 | TIED | ONE_KEY, QWEN3 | LISTED, QWEN3 | {"attention_bias": True, **ALL_KEYS}],
+    "qwen2_moe": [
+        b := {**SIZES, **EXPERTS, "model_type": "qwen2_moe", "num_experts": 4, "shared_expert_intermediate_size": 40},
+        b | TIED | ALL_KEYS,
+        b | {"num_hidden_layers": 3, "mlp_only_layers": [1], "qkv_bias": False},
+        b | {"norm_topk_prob": True, **ONE_KEY},
+    ],
+    "qwen3_moe": [
+        b := {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True},
+        b | TIED | ONE_KEY,
+        b | {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+        b | {"norm_topk_prob": False, "attention_bias": True},
+    ],
+    "llama": [
+        b := {**SIZES, "model_type": "llama"},
+        b | TIED | ONE_KEY,
+        b | {"attention_bias": True, "mlp_bias": True},
+        b | {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}, **ALL_KEYS},
+    ],
+    "mistral": [
+        b := {**SIZES, "model_type": "mistral", "sliding_window": None},
+        b | TIED | ALL_KEYS,
+        b | {"sliding_window": 6, "head_dim": 16, **ONE_KEY},
+        b | {"sliding_window": 5, "rope_parameters": {**YARN, "rope_theta": 1e4}},
+    ],
+    "mixtral": [MIXTRAL, MIXTRAL | TIED | ONE_KEY, MIXTRAL | {"sliding_window": 6}, MIXTRAL | {"head_dim": 16, **ALL_KEYS}],
+    "gemma3_text": [
+        GEMMA3 | {"sliding_window": 5, "query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0},
+        GEMMA3 | {"sliding_window": 7, "attention_bias": True, **ALL_KEYS},
+        GEMMA3 | {"sliding_window": 5, "sliding_window_pattern": 2, **UNTIED},
+        GEMMA3 | {"sliding_window": 5, **ONE_KEY},
+    ],
+    "gpt_oss": [
+        GPT_OSS,
+        GPT_OSS | TIED | ONE_KEY | {"num_hidden_layers": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        GPT_OSS | ALL_KEYS | {"attention_bias": False, "layer_types": ["full_attention"] * 2},
+        GPT_OSS | {"swiglu_limit": 0.5, "swiglu_alpha": 1.2, "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16},
+    ],
+    "olmo2": [
+        b := {**OLMO, "model_type": "olmo2"},
+        b | TIED | ALL_KEYS,
+        b | {"attention_bias": True, **ONE_KEY},
+        b | {"rope_parameters": {**YARN, "rope_theta": 1e4}},
+    ],
+    "olmo3": [
+        OLMO3,
+        OLMO3 | TIED | ALL_KEYS | {"layer_types": MIXED[::-1]},
+        OLMO3 | {"attention_bias": True, **ONE_KEY},
+        OLMO3 | {"rope_scaling": {k: x for k, x in YARN_OSS.items() if k not in ("rope_theta", "truncate")}},
+    ],
+    "smollm3": [
+        SMOLLM3 | {"num_hidden_layers": 4},
+        SMOLLM3 | UNTIED | ONE_KEY | {"no_rope_layers": [0, 1]},
+        SMOLLM3 | {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2},
+        SMOLLM3 | LISTED | ALL_KEYS | {"no_rope_layers": [1, 0, 1]},
+    ],
+    "granite": [
+        GRANITE,
+        GRANITE | TIED | ONE_KEY,
+        GRANITE | {"attention_bias": True, "mlp_bias": True, "logits_scaling": 0.3},
+        GRANITE | {"rope_parameters": {**YARN, "rope_theta": 1e4}, **ALL_KEYS},
+    ],
+    "cohere": [
+        b := {**COHERE, "model_type": "cohere"},
+        b | UNTIED | ONE_KEY,
+        b | {"attention_bias": True, "logit_scale": 2.0},
+        b | {"rope_parameters": {**YARN, "rope_theta": 1e4}, **ALL_KEYS},
+    ],
+    "cohere2": [
+        COHERE2,
+        COHERE2 | UNTIED | ONE_KEY | {"num_hidden_layers": 2},
+        COHERE2 | {"attention_bias": True, "layer_types": MIXED, "logit_scale": 2.0},
+        COHERE2 | ALL_KEYS | {"layer_types": ["full_attention"] * 3},
+    ],
+    "phi3": [
+        PHI3,
+        PHI3 | TIED | ONE_KEY,
+        PHI3 | {"sliding_window": 5, **ALL_KEYS},
+        PHI3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ],
+    "glm": [
+        b := {**GLM, "model_type": "glm"},
+        b | TIED | ONE_KEY,
+        b | {"attention_bias": False, "head_dim": 16, **ALL_KEYS},
+        b | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ],
+    "glm4": [
+        b := {**GLM, "model_type": "glm4"},
+        b | TIED | ONE_KEY,
+        b | {"attention_bias": False, "head_dim": 16, **ALL_KEYS},
+        b | {"num_hidden_layers": 3, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ],
+}
+CASES = {f"{family}-{number}": config for family, shapes in FAMILY_MODELS.items() for number, config in enumerate(shapes)}
+
+# ---- docs/models.md
+
+# Model type → the models that it names.
+TITLES = {
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen2 MoE",
+    "qwen3_moe": "Qwen3 MoE",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "llama": "Llama 2, 3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "gemma3_text": "Gemma 3, text",
+    "gpt_oss": "gpt-oss",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "cohere": "Command R",
+    "cohere2": "Command R7B, Command A",
+    "phi3": "Phi-3, Phi-4",
+    "glm": "GLM-4 9B",
+    "glm4": "GLM-4 0414",
+}
+COLUMNS = ("full", "LoRA", "tensor", "expert", "context", "stage", "packed", "images")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss")
+SEE = ("qwen2_5_vl", "qwen3_vl")
+OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
+OF_IMAGES = {family: family for family in SEE}
+JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"
+JAX_MESHES = JAX.format("families", "meshes_compute_the_numbers_of_one_device")
+JAX_STAGES = JAX.format("sharding", "ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between")
+TORCH_MESHES = TORCH.format("processes", "several_processes_learn_what_one_does")
+JAX_PACKED = (
+    "families",
+    "packed_rows_are_each_sequence_alone_in_transformers_and_files_go_round_with_the_same_bits",
+)
+TORCH_IMAGES = TORCH.format("images", "a_packed_row_gives_what_transformers_gives_for_each_sequence_alone")
+# Backend, column → tests that prove it: family → the case that does.
+PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
+    ("JAX", "full"): {
+        JAX.format("families", "gradients_are_those_of_transformers"): OF_SHAPES,
+        JAX.format("images", "gradients_are_those_of_transformers_the_towers_too"): OF_IMAGES,
+    },
+    ("JAX", "LoRA"): {JAX.format("families", "adapters_of_every_kernel_are_transformers_with_their_products_added"): OF_SHAPES},
+    ("JAX", "tensor"): {JAX_MESHES: OF_SHAPES},
+    ("JAX", "expert"): {JAX_MESHES: {family: f"{family}-0" for family in MIXTURES}},
+    ("JAX", "context"): {JAX_MESHES: OF_SHAPES},
+    ("JAX", "stage"): {JAX_STAGES: {"qwen3": "even", "qwen3_moe": "even-moe", "gemma3_text": "even-gemma3"}},
+    ("JAX", "packed"): {
+        JAX.format(*JAX_PACKED): OF_SHAPES,
+        JAX.format("images", "logits_of_packed_rows_are_those_of_transformers"): OF_IMAGES,
+    },
+    ("JAX", "images"): {JAX.format("images", "logits_of_packed_rows_are_those_of_transformers"): OF_IMAGES},
+    ("torch", "full"): {
+        TORCH.format("families", "what_is_saved_after_a_step_says_the_same_in_transformers"): OF_SHAPES,
+        TORCH.format("images", "gradients_are_those_of_each_sequence_alone"): OF_IMAGES,
+    },
+    ("torch", "LoRA"): {
+        TORCH.format("lora", "adapters_of_each_family_are_transformers_with_the_products_added"): OF_SHAPES,
+        TORCH_MESHES: {"qwen2_5_vl": "adapters-both"},
+    },
+    ("torch", "tensor"): {
+        TORCH_MESHES: {
+            "qwen3": "distilled",
+            "qwen2": "copies",
+            "gemma3_text": "capped",
+            "qwen2_5_vl": "adapters-both",
+            "qwen3_moe": "mixture-tensor",
+            "qwen2_moe": "experts-tensor",
+        }
+    },
+    ("torch", "expert"): {TORCH_MESHES: {"qwen3_moe": "context-experts", "qwen2_moe": "experts-tensor", "gpt_oss": "sinks"}},
+    ("torch", "context"): {
+        TORCH_MESHES: {"qwen3": "context", "gemma3_text": "context-tensor", "qwen3_moe": "context-experts", "gpt_oss": "sinks"}
+    },
+    ("torch", "stage"): {},
+    ("torch", "packed"): {
+        TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES,
+        TORCH_IMAGES: OF_IMAGES,
+    },
+    ("torch", "images"): {TORCH_IMAGES: OF_IMAGES},
+}
+
+
+def is_proven(family: str, backend: str, column: str) -> bool:
+    return any(family in cases for cases in PROOFS[backend, column].values())
