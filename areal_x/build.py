@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import gin
 
@@ -15,8 +15,11 @@ from areal_x.cluster import trainers
 from areal_x.cluster.ganged import GangTrainer
 from areal_x.config.writer import read_settings
 from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.engines.fleet.config import FleetConfig, default_threads
 from areal_x.engines.none import NoEngine
-from areal_x.engines.vllm.installed import default_threads, is_cpu_build
+from areal_x.engines.sampling_checks import may_truncate
+from areal_x.engines.sglang.installed import installed
+from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer
@@ -43,10 +46,11 @@ from areal_x.tasks.stream import TaskStream
 from areal_x.types import Loss
 
 if TYPE_CHECKING:
-    from areal_x.engines.vllm.server import Starter
+    from areal_x.engines.fleet.server import Starter
     from areal_x.shards.on_ray import Sharded
 
 Message = Callable[[str], None]
+C = TypeVar("C", bound=FleetConfig)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,10 @@ class Factory(ModelFactory):
         if self.evaluation is not None:
             evaluation = self.evaluation.computed_by(self.backend).setup(tokenizer).greedy()
         losses_of = self.losses()
+        if reason := self.algorithm.extra_pass(self.minibatches):
+            message(
+                f"log-probabilities take a forward pass of their own before each step: {reason}"
+            )
 
         with ExitStack() as stack:
             models = stack.enter_context(self.models(directory, workflow, losses_of, run / "logs"))
@@ -122,6 +130,7 @@ class Factory(ModelFactory):
                     tokenizer,
                     message,
                     episodes=None if sharded is None else sharded.episodes,
+                    models=models,
                 )
             )
             starting = (
@@ -165,12 +174,12 @@ class Factory(ModelFactory):
         """Returns what starts the servers of the run on the nodes of its cluster, until the body
         ends; None if none is started there, or shards start them. Needs the connection that `models`
         keeps."""
-        if not self.places_servers or self.shards:
+        if not self.places_servers or self.shards or self.fleet is None:
             yield None
             return
         from areal_x.shards.starter import server_starter
 
-        with server_starter(self.vllm, self.placement) as starter:
+        with server_starter(self.fleet, self.placement) as starter:
             yield starter
 
     @contextmanager
@@ -178,15 +187,15 @@ class Factory(ModelFactory):
         """Returns what starts servers that go on while the processes that train are placed again,
         until the body ends; None if none is started on the nodes of a cluster, or shards start
         them."""
-        if not self.places_servers or self.shards:
+        if not self.places_servers or self.shards or self.fleet is None:
             yield None
             return
         from areal_x.cluster.connection import connected
-        from areal_x.engines.vllm.kept import KeptServers
+        from areal_x.engines.fleet.kept import KeptServers
         from areal_x.shards.starter import server_starter
 
         cpus = self.trainer.mesh.processes * self.placement.cpus + self.other_cpus()
-        with connected(cpus), server_starter(self.vllm, self.placement) as starter:
+        with connected(cpus), server_starter(self.fleet, self.placement) as starter:
             kept = KeptServers(starter)
             try:
                 yield kept
@@ -229,6 +238,7 @@ class Factory(ModelFactory):
             logs=logs.absolute(),
             lora=self.trainer.lora if self.trainer.lora.rank else None,
             experts=self.trainer.replay_experts,
+            kept=may_truncate(self.workflow),
             bindings=gin.config_str(),
         )
         scorer = self.compared_with(trainer, workflow)
@@ -267,24 +277,35 @@ class Factory(ModelFactory):
         if self.engine == "embedded":
             context = self.embedded.context or self.row_length
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, context))
+        given: dict[str, Any] = {
+            "model": directory.absolute(),
+            "logs": (run / "logs").absolute(),
+            "report": message,
+            "lora": self.trainer.lora,
+            "experts": self.trainer.replay_experts,
+            "scorer": self.compared_with(trainer, workflow),
+            "starter": starter,
+            "trainer_here": self.cluster == trainers.HERE,
+            "kept": not self.serving and may_truncate(workflow),
+            "sleeps": self.colocate,
+        }
+        if self.engine == "sglang":
+            from areal_x.engines.sglang.engine import SGLangEngine
+
+            return SGLangEngine(self.completed(self.sglang, placed=starter is not None), **given)
         from areal_x.engines.vllm.engine import VLLMEngine
 
-        config = replace(self.vllm, context=self.vllm.context or self.row_length)
-        if starter is not None:
-            from areal_x.shards.starter import threads_of
+        return VLLMEngine(self.completed(self.vllm, placed=starter is not None), **given)
 
-            config = replace(config, threads=threads_of(config, self.placement))
-        return VLLMEngine(
-            config,
-            directory.absolute(),
-            (run / "logs").absolute(),
-            message,
-            self.trainer.lora,
-            self.trainer.replay_experts,
-            self.compared_with(trainer, workflow),
-            starter,
-            self.cluster == trainers.HERE,
-        )
+    def completed(self, config: C, placed: bool) -> C:
+        """Returns the servers' settings with those that follow from the run's. placed: they start on
+        the nodes of a cluster."""
+        config = replace(config, context=config.context or self.row_length)
+        if not placed:
+            return config
+        from areal_x.shards.starter import threads_of
+
+        return replace(config, threads=threads_of(config, self.placement))
 
     def compared_with(self, trainer: Trainer, workflow: Workflow) -> Trainer | None:
         """Returns the trainer if servers are compared with it: they score a prompt at temperature 1
@@ -311,9 +332,11 @@ class Factory(ModelFactory):
         tokenizer: Any,
         message: Message,
         episodes: MakeEpisodes | None = None,
+        models: Models | None = None,
     ) -> Rollout:
         """Returns the rollout, not yet started. Both workflows are set up for the tokenizer.
-        episodes: makes what runs them, by default in this process."""
+        episodes: makes what runs them, by default in this process. models: those that it takes turns
+        with, if train.colocate is True."""
         context = engine.context or self.row_length
         runner = Runner(
             engine,
@@ -331,7 +354,7 @@ class Factory(ModelFactory):
             message=message,
             episodes=episodes,
         )
-        return Rollout(runner, evaluation)
+        return Rollout(runner, evaluation, models if self.colocate else None)
 
     def create_threads(self, trainer: Trainer) -> cores.Threads:
         """Returns what chooses the threads of each step, where generation shares the CPU."""
@@ -339,11 +362,18 @@ class Factory(ModelFactory):
         if self.deterministic:
             pass  # the last bits of some products depend on the number of threads
         elif self.max_staleness and self.engine == "embedded":
-            generating = cores.available() // 2
-        elif self.computes_beside_servers and not self.places_servers and is_cpu_build():
-            each = self.vllm.threads or default_threads(self.vllm.servers)
-            generating = self.vllm.servers * each
+            generating = (trainer.threads or 0) // 2
+        elif self.computes_beside_servers and not self.places_servers and self.serves_on_cpu():
+            fleet = self.fleet
+            assert fleet is not None
+            generating = fleet.workers * (fleet.threads or default_threads(fleet.workers))
         return cores.Threads(trainer, generating)
+
+    def serves_on_cpu(self) -> bool:
+        """True if the servers that the run starts on this machine compute on its CPU."""
+        if self.engine == "sglang":
+            return installed(self.sglang.python).is_cpu
+        return is_cpu_build()
 
 
 def restore(models: Models, start: resuming.Start, message: Message) -> None:

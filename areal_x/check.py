@@ -26,7 +26,7 @@ from areal_x.cluster.trainers import HERE, RAY
 from areal_x.config.reader import Config
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
-from areal_x.preflight import algorithm, data, memory, servers, storage, tokens, versions
+from areal_x.preflight import algorithm, data, deltas, memory, servers, storage, tokens, versions
 from areal_x.preflight import cluster as nodes
 from areal_x.preflight import model as models
 from areal_x.preflight.finding import Finding, run_check
@@ -72,9 +72,9 @@ def findings(config: Config) -> Iterator[Finding]:
         return found
 
     engine = config.value("train.engine")
-    starts_servers = engine == "vllm" and not config.value("vllm.urls")
+    starts_vllm = engine == "vllm" and not config.value("vllm.urls")
     yield look(
-        "versions", lambda: versions.check_versions(config.value("train.backend"), starts_servers)
+        "versions", lambda: versions.check_versions(config.value("train.backend"), starts_vllm)
     )
     tasks: dict[str, Sequence[Task]] = {}
     for name in ("dataset", "held_out"):
@@ -98,7 +98,11 @@ def findings(config: Config) -> Iterator[Finding]:
     yield look(
         "algorithm",
         lambda: algorithm.check_algorithm(
-            settings.algorithm, settings.backend, settings.group_size, tasks["dataset"][:3]
+            settings.algorithm,
+            settings.backend,
+            settings.group_size,
+            tasks["dataset"][:3],
+            settings.minibatches,
         ),
     )
     workflow = data.find_rewarded(settings.workflow)
@@ -108,6 +112,7 @@ def findings(config: Config) -> Iterator[Finding]:
     yield look("run directory", lambda: storage.check_run_directory(settings))
     if settings.cluster == RAY:
         yield look("nodes", lambda: nodes.check_cluster_nodes(settings))
+    path = settings.trainer.model.path
     if engine == "vllm":
         yield look(
             "servers",
@@ -115,7 +120,11 @@ def findings(config: Config) -> Iterator[Finding]:
                 settings.vllm, settings.places_servers, settings.cluster == HERE
             ),
         )
-    path = settings.trainer.model.path
+    if engine == "sglang":
+        yield look(
+            "servers",
+            lambda: servers.check_sglang_servers(settings.sglang, settings.places_servers),
+        )
     if callable(path) and problems:
         yield Finding(
             False,
@@ -150,17 +159,17 @@ def model_findings(
         tokenizers.append(load_tokenizer(model.directory))
         return tokens.check_end_tokens(tokenizers[0], model)
 
+    if (fleet := settings.fleet) is not None and fleet.divides:
+        yield look("parallel sizes", partial(servers.check_widths, fleet, model))
     yield look("devices and mesh", mesh)
     if devices:
         yield look("memory", lambda: memory.check_memory(settings, model, devices[0]))
     yield look("disk", lambda: storage.check_disk(settings, model))
-    if settings.engine == "vllm" and settings.vllm.transport == "files":
-        yield look(
-            "staging",
-            lambda: storage.check_staging(
-                settings, model, on_cpu=bool(devices) and devices[0].kind == "cpu"
-            ),
-        )
+    if fleet is not None and not fleet.direct:
+        on_cpu = bool(devices) and devices[0].kind == "cpu"
+        yield look("staging", partial(storage.check_staging, settings, fleet, model, on_cpu=on_cpu))
+        if (room := deltas.delta_room(settings, model, on_cpu)) is not None:
+            yield look("deltas", partial(deltas.check_deltas, settings, model, room, on_cpu))
     yield look("tokenizer", tokenizer)
     if tokenizers and models.other_models(settings):
         yield look(
@@ -192,6 +201,7 @@ def check_backend(settings: Settings, model: models.Model) -> Devices:
         model=replace(settings.trainer.model, path=str(model.directory)),
         head=settings.algorithm.head,
         share_prompts=settings.share_prompts,
+        rests=settings.colocate,
         row_length=settings.row_length,
     )
     return load_backend(settings.backend).check(config)

@@ -8,7 +8,9 @@
 The rollout runs on its own thread and waits for the trainer only where the queue's bound on
 staleness requires it; everything below runs on the caller's thread, one line after the other. With
 train.cluster = 'ray' the trainer is in other processes, which make its calls together
-(areal_x.cluster.ganged); if one is lost, the run continues from its newest checkpoint.
+(areal_x.cluster.ganged); if one is lost, the run continues from its newest checkpoint. With
+train.colocate = True both sides share their accelerators: `take` gives them to the trainer, and
+`publish` back to the servers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import gin
 import numpy as np
 
 from areal_x.algorithms import mismatch
-from areal_x.batching.batch import Models, make_batches
+from areal_x.batching.batch import Models, complete, make_batches
 from areal_x.build import Factory, Message
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
@@ -51,7 +53,7 @@ from areal_x.settings import Settings
 from areal_x.types import Batch, Group, Loss, Turn
 
 if TYPE_CHECKING:
-    from areal_x.engines.vllm.server import Starter
+    from areal_x.engines.fleet.server import Starter
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Experiment(Factory):
         self, run: Path, resume: bool, message: Message, starter: Starter | None
     ) -> Iterator[Turn]:
         """Runs `turns`, and again from the newest checkpoint whenever processes that train were
-        lost. starter: of the vLLM servers, which all attempts use."""
+        lost. starter: of the servers, which all attempts use."""
         attempts = Attempts(self.placement.attempts)
         while True:
             step = attempts.begin(checkpoint.steps(run)[-1] if resume else 0)
@@ -142,7 +144,7 @@ class Experiment(Factory):
         starter: Starter | None = None,
     ) -> Iterator[Turn]:
         """Runs the ring and yields after each step, so that a notebook can look or stop there.
-        starter: of the vLLM servers, by default of this ring's own."""
+        starter: of the servers, by default of this ring's own."""
         with self.parts(run, resume, message, starter) as parts:
             rollout, models, clock = parts.rollout, parts.models, parts.recorder
             rollout.publish(models.policy, parts.start.step)
@@ -164,6 +166,7 @@ class Experiment(Factory):
                         version=step - 1,
                         minibatches=self.minibatches,
                         share_prompts=self.share_prompts,
+                        own_pass=self.own_pass,
                     )
                     clock.prepared()
                     learned = self.learn(batches, models, parts.loss)
@@ -179,7 +182,7 @@ class Experiment(Factory):
                 parts.metrics.write(row)
                 if self.is_due(self.checkpoint_every, step):
                     parts.save(step)
-                yield Turn(row, groups, batches)
+                yield Turn(row, groups, complete(batches, self.algorithm, models.policy))
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
         """Runs one optimizer step per batch (policy, then critic) and returns the metrics averaged

@@ -6,7 +6,7 @@
 
 The job starts Ray on all nodes, labels them as the file asks, and runs the file with train.cluster =
 'ray' and --resume=auto: when the cluster repeats it after a failure, the run continues. -b binds one
-parameter over the file's. What the nodes would have no room for, ranks or vLLM servers, is refused
+parameter over the file's. What the nodes would have no room for, ranks or servers, is refused
 here (docs/cluster.md).
 """
 
@@ -21,10 +21,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_x.cluster.config import ClusterConfig
-from areal_x.cluster.needs import CPU, Need, Node, Resources, check_needs, needs_of, with_roles
+from areal_x.cluster.needs import (
+    CPU,
+    Need,
+    Node,
+    Resources,
+    Servers,
+    check_needs,
+    needs_of,
+    with_roles,
+)
 from areal_x.cluster.trainers import RAY
 from areal_x.config.reader import Config
-from areal_x.engines.vllm.placed import accelerators_of
+from areal_x.engines.fleet.config import program_of, widths_in
+from areal_x.engines.fleet.widths import check_hosts
 from areal_x.errors import ConfigError, at_least, positive
 from areal_x.jobs.job import Job
 from areal_x.jobs.kuberay import kuberay
@@ -73,13 +83,18 @@ def job_of(config: Config, options: argparse.Namespace) -> Job:
     )
 
 
-def servers_of(config: Config) -> int:
-    """Returns how many vLLM servers the run begins with."""
-    if config.value("train.engine") != "vllm" or config.value("vllm.urls"):
-        return 0
-    if config.value("vllm.most"):
-        return max(1, int(config.value("vllm.least")))
-    return int(config.value("vllm.servers"))
+def servers_of(config: Config) -> Servers | None:
+    """Returns the servers that the run places on nodes, when it begins; None if it places none.
+    Raises: ConfigError unless each node has an equal part of one."""
+    name = program_of(config.value)
+    if not name or config.value(f"{name}.urls"):
+        return None
+    widths = widths_in(config.value)
+    check_hosts(name, widths)
+    count = int(config.value(f"{name}.servers"))
+    if config.value(f"{name}.most"):
+        count = max(1, int(config.value(f"{name}.least")))
+    return Servers(count, widths.accelerators, widths.hosts, name)
 
 
 def roles_of(config: Config, nodes: int, gpus: int, cpus: int) -> list[str]:
@@ -90,8 +105,6 @@ def roles_of(config: Config, nodes: int, gpus: int, cpus: int) -> list[str]:
         backend=config.value("train.backend"),
         processes=config.value("mesh.processes"),
         servers=servers_of(config),
-        width=accelerators_of(config.value("vllm.arguments")),
-        hosts=config.value("vllm.hosts"),
         cluster=cluster,
         there=[resources],
     )
@@ -120,10 +133,12 @@ def shared_folders(config: Config, options: argparse.Namespace) -> list[str]:
     see them. Raises: ConfigError if only the reader knows such a folder."""
     folder = Path(options.folder)
     wanted = {"train.runs": folder / "runs"}
-    if servers_of(config) and options.nodes > 1:
-        wanted["vllm.staging"] = folder / "weights"
-        if options.form == "slurm" and not config.value("vllm.staging"):
-            raise ConfigError("vllm.staging", "", "a folder that all nodes share under one path")
+    servers = servers_of(config)
+    if servers is not None and options.nodes > 1:
+        staging = f"{servers.binding}.staging"
+        wanted[staging] = folder / "weights"
+        if options.form == "slurm" and not config.value(staging):
+            raise ConfigError(staging, "", "a folder that all nodes share under one path")
     if options.form == "slurm":  # which runs the job in a folder that all nodes share
         return []
     return [

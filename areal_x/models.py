@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,10 +29,15 @@ class ModelFactory(Settings):
         # Demonstrations were not sampled from a policy, so there is no engine–trainer gap.
         if self.engine != "none":
             watched = (losses.policy_gap, mismatch.LagMetrics(self.lags()))
-        found = {"policy": losses.combine(self.algorithm.step_loss(), *watched)}
+        found = {"policy": losses.combine(self.algorithm.step_loss(self.own_pass), *watched)}
         if self.algorithm.value_loss is not None:
             found["critic"] = self.algorithm.value_loss
         return found
+
+    @property
+    def own_pass(self) -> bool:
+        """True if a step's own forward pass gives the proximal policy's log-probabilities."""
+        return self.algorithm.uses_own_pass(self.minibatches)
 
     def lags(self) -> int:
         """Returns how many ages, in versions, the mismatch metrics distinguish."""
@@ -58,10 +62,10 @@ class ModelFactory(Settings):
     def other_cpus(self) -> float:
         """Returns the CPUs of what the run places in the cluster beside the processes that train."""
         shards = self.shards * self.placement.shard_cpus
-        if not self.places_servers:
+        if not self.places_servers or self.fleet is None:
             return shards
-        _, most = self.vllm.bounds
-        return shards + most * self.vllm.hosts * self.placement.server_cpus
+        _, most = self.fleet.bounds
+        return shards + most * self.fleet.hosts * self.placement.server_cpus
 
     def create_models(self, directory: Path, workflow: Workflow) -> Models:
         """Returns the trainer and whatever else the algorithm needs, in this process."""
@@ -75,11 +79,10 @@ class ModelFactory(Settings):
         the others."""
         reference_servers = None
         if self.algorithm.needs & {"reference", "teacher"} and (urls := self.scoring_urls()):
-            from areal_x.engines.vllm.scorer import ServerScorer
+            from areal_x.engines.scoring import server_scorer
 
-            key = os.environ.get(self.vllm.key_variable)
-            temperature = self.temperature(workflow)
-            reference_servers = ServerScorer(urls, key, load_tokenizer(directory), temperature)
+            tokenizer, temperature = load_tokenizer(directory), self.temperature(workflow)
+            reference_servers = server_scorer(urls, self.vllm, self.sglang, tokenizer, temperature)
         return Models(**created, reference_servers=reference_servers)
 
     def trainer_configs(self, directory: Path, workflow: Workflow) -> dict[str, TrainerConfig]:
@@ -93,6 +96,7 @@ class ModelFactory(Settings):
             temperature=self.temperature(workflow),
             share_prompts=self.share_prompts,
             deterministic=self.deterministic,
+            rests=self.colocate,
             row_length=self.row_length,
         )
         needs = self.algorithm.needs

@@ -6,10 +6,10 @@ or from the sizes of model and hardware.
     python -m areal_x.plan FILE.gin --nodes 8 --gpus-per-node 8 --from runs/arithmetic-grpo-1
 
 It simulates the file's run for each split, staleness bound, window and concurrency, prints the
-predictions for the fastest, and plots step time and idle fractions over the splits. A server has as
-many accelerators as the parallel sizes in vllm.arguments say. With --nodes in place of --accelerators
-no server is on two nodes, nor is a group of ranks that exchanges activations (mesh.tensor,
-mesh.expert). -b binds one parameter over the file's.
+predictions for the fastest, and plots step time and idle fractions over the splits. A server has
+tensor × pipeline × data accelerators (vllm.tensor and so on, or sglang.tensor). With --nodes in place
+of --accelerators no server is on two nodes, nor is a group of ranks that exchanges activations
+(mesh.tensor, mesh.expert). -b binds one parameter over the file's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early
-from areal_x.engines.vllm.placed import accelerators_of
+from areal_x.engines.fleet.config import program_of, widths_in
 from areal_x.errors import ConfigError, UserError, positive
 from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import BLUE, GREY, ORANGE
@@ -131,10 +132,11 @@ def nodes_of(config: Config, options: argparse.Namespace) -> Nodes:
     """Returns the nodes. Raises: ConfigError for a server or a group of ranks that is larger than a
     node."""
     each = options.gpus_per_node
-    width = width_of(config)
-    if width > each:
-        wanted = f"those of a server of at most {each} accelerators, as many as a node has"
-        raise ConfigError("vllm.arguments", config.value("vllm.arguments"), wanted)
+    widths = widths_in(config.value)
+    if widths.accelerators > each:
+        name = max(("tensor", "pipeline", "data"), key=partial(getattr, widths))
+        wanted = f"smaller: a server has {widths.accelerators} accelerators ({widths}), and a node {each}"
+        raise ConfigError(f"{program_of(config.value)}.{name}", getattr(widths, name), wanted)
     together = config.value("mesh.tensor") * config.value("mesh.expert")
     if together > each:
         wanted = f"with mesh.expert at most {each} together, the accelerators of a node"
@@ -143,18 +145,16 @@ def nodes_of(config: Config, options: argparse.Namespace) -> Nodes:
     return Nodes(options.nodes, each, each if takes_all else together)
 
 
-def width_of(config: Config) -> int:
-    """Returns the accelerators of one server."""
-    if config.value("train.engine") != "vllm":
-        return 1
-    return accelerators_of(config.value("vllm.arguments"))
+def slots_of(config: Config) -> str:
+    """Returns the setting of how many requests one server, or the embedded engine, works on."""
+    servers = program_of(config.value)
+    return f"{servers}.concurrency" if servers else "embedded.slots"
 
 
 def choice_of(config: Config) -> Choice:
     """Returns the choice that a gin file makes. An embedded engine and its trainer count as one
     accelerator each."""
-    on_servers = config.value("train.engine") == "vllm"
-    width = width_of(config)
+    servers, width = program_of(config.value), widths_in(config.value).accelerators
     given = {
         name: config.value(f"train.{name}")
         for name in ("max_staleness", "window", "groups_per_step", "group_size")
@@ -163,18 +163,16 @@ def choice_of(config: Config) -> Choice:
         generation=width
         * (
             (
-                len(config.value("vllm.urls"))
-                or config.value("vllm.most")
-                or config.value("vllm.servers")
+                len(config.value(f"{servers}.urls"))
+                or config.value(f"{servers}.most")
+                or config.value(f"{servers}.servers")
             )
-            if on_servers
+            if servers
             else 1
         ),
         width=width,
         training=config.value("mesh.processes"),
-        concurrency=(
-            config.value("vllm.concurrency") if on_servers else config.value("embedded.slots")
-        ),
+        concurrency=config.value(slots_of(config)),
         **given,
     )
 
@@ -259,14 +257,13 @@ def show(predictions: Sequence[Prediction], config: Config, accelerators: int) -
         )
     Console().print(table)
     c = chosen.choice
-    slots = "vllm.concurrency" if config.value("train.engine") == "vllm" else "embedded.slots"
     servers = f" ({c.servers} servers of {c.width})" if c.width > 1 else ""
     unused = accelerators - c.generation - c.training
     left = f", {unused} unused, as nothing is on two nodes" if unused else ""
     print(
         f"recommended (the least staleness within 2 % of the fastest): {c.generation} to generate"
         f"{servers}, {c.training} to train{left}; train.max_staleness = {c.max_staleness}, train.window ="
-        f" {c.window}, {slots} = {c.concurrency}"
+        f" {c.window}, {slots_of(config)} = {c.concurrency}"
     )
 
 

@@ -11,10 +11,13 @@ from areal_x.algorithms.validation import validate_group_size
 from areal_x.cluster.config import ClusterConfig
 from areal_x.cluster.trainers import HERE, check_cluster
 from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.engines.fleet.addresses import server_urls
+from areal_x.engines.fleet.config import FleetConfig
+from areal_x.engines.fleet.division import check_division
 from areal_x.engines.sampling_checks import check_distribution
-from areal_x.engines.vllm.addresses import server_urls
+from areal_x.engines.sglang.config import SGLangConfig
+from areal_x.engines.sglang.config import check_run as check_sglang_run
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.division import check_division
 from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers
@@ -24,7 +27,7 @@ from areal_x.protocols.workflow import Workflow, check_workflow
 from areal_x.run.journal import JournalConfig
 from areal_x.types import Task
 
-ENGINES = ("embedded", "vllm", "none")
+ENGINES = ("embedded", "vllm", "sglang", "none")
 
 
 @dataclass(kw_only=True)
@@ -54,9 +57,9 @@ class Settings:
 
     reference: str | Sequence[str] | Callable[[], str] | None = None
     """Reference model of a KL penalty or of DPO; None uses the initial policy. A directory, a hub
-    name, a function that creates one, or the address (or addresses) of vLLM servers that have the
-    model, as "http://127.0.0.1:8000". A server's key is in the variable named by
-    vllm.key_variable; servers score only what is sampled at temperature 1."""
+    name, a function that creates one, or the address (or addresses) of vLLM or SGLang servers that
+    have the model, as "http://127.0.0.1:8000". A server's key is in the variable named by
+    vllm.key_variable or sglang.key_variable; servers score only what is sampled at temperature 1."""
 
     teacher: str | Sequence[str] | Callable[[], str] | None = None
     """The model to distill from, given like `reference`."""
@@ -67,18 +70,26 @@ class Settings:
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     """vLLM servers."""
 
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    """SGLang servers."""
+
     journal: JournalConfig = field(default_factory=JournalConfig)
     """The journal of trajectories."""
 
     placement: ClusterConfig = field(default_factory=ClusterConfig)
-    """The nodes of the processes that train and of vLLM servers."""
+    """The nodes of the processes that train and of servers."""
 
     backend: str = "jax"
     """"jax", "torch", or the name of a third party's backend."""
 
     engine: str = "embedded"
-    """"embedded" (the backend's sampler in this process), "vllm" (servers) or "none" (for workflows
-    that train on existing answers)."""
+    """"embedded" (the backend's sampler in this process), "vllm" or "sglang" (servers) or "none" (for
+    workflows that train on existing answers)."""
+
+    colocate: bool = False
+    """True shares the accelerators between trainer and servers, which take turns: the servers release
+    their memory while the trainer steps, and its state rests on the host while they generate
+    (docs/colocate.md). With the engines "vllm" and "sglang"."""
 
     cluster: str = HERE
     """"here" trains in this process, "ray" in processes of a Ray cluster (docs/cluster.md)."""
@@ -211,6 +222,12 @@ class Settings:
                 f"False with {self.algorithm.name}, which compares pairs that are adjacent in a row"
             )
             raise ConfigError("train.share_prompts", True, wanted)
+        if self.trainer.replay_experts and self.vllm.pipeline > 1:
+            wanted = (
+                "1 with trainer.replay_experts: vLLM returns the experts of the last stage's layers"
+                " alone"
+            )
+            raise ConfigError("vllm.pipeline", self.vllm.pipeline, wanted)
         if self.share_prompts and self.trainer.replay_experts:
             wanted = (
                 "False with trainer.replay_experts, because the engine chose experts for the prompt"
@@ -226,15 +243,22 @@ class Settings:
             check_workflow("train.evaluation", self.evaluation)
         if not self.serving:
             check_distribution(self.workflow, self.engine, self.trainer.temperature)
+            self._check_truncated()
         if self.deterministic:
             self._check_deterministic()
+        if self.colocate:
+            self._check_colocate()
         if self.engine == "vllm":
             check_run(self.vllm, self.backend, self.cluster == HERE, self.trainer.lora.rank)
+        if self.engine == "sglang":
+            sampling = self.workflow.sampling_params()
+            check_sglang_run(self.sglang, self.cluster == HERE, self.placement.shards, sampling)
         if self.placement.shards:
             self._check_shards()
         for binding, context in (
             ("embedded.context", self.embedded.context),
             ("vllm.context", self.vllm.context),
+            ("sglang.context", self.sglang.context),
         ):
             if context > self.row_length:
                 wanted = (
@@ -243,16 +267,46 @@ class Settings:
                 )
                 raise ConfigError(binding, context, wanted)
 
+    def _check_truncated(self) -> None:
+        """Raises: ConfigError for what truncated sampling excludes: servers as the reference or
+        teacher, and recorded experts."""
+        sampling = self.workflow.sampling_params()
+        if sampling is None or not sampling.truncates:
+            return
+        if self.trainer.replay_experts:
+            wanted = (
+                "False with sampling.top_p, top_k or min_p: vLLM records experts with its second"
+                " model runner, and reports kept tokens with its first"
+            )
+            raise ConfigError("trainer.replay_experts", True, wanted)
+        for name in ("reference", "teacher"):
+            given = getattr(self, name)
+            if server_urls(f"train.{name}", given):
+                wanted = (
+                    "a model directory with sampling.top_p, top_k or min_p: a server scores tokens"
+                    " among the whole vocabulary, and not among those that were kept"
+                )
+                raise ConfigError(f"train.{name}", given, wanted)
+
+    @property
+    def fleet(self) -> FleetConfig | None:
+        """The settings of the servers that generate; None for an engine without servers."""
+        return {"vllm": self.vllm, "sglang": self.sglang}.get(self.engine)
+
+    @property
+    def starts_servers(self) -> bool:
+        return self.fleet is not None and not self.fleet.urls
+
     @property
     def computes_beside_servers(self) -> bool:
         """True if servers that the run starts on this machine generate while the trainer
         computes."""
-        return self.engine == "vllm" and self.max_staleness > 0 and not self.vllm.urls
+        return self.starts_servers and self.max_staleness > 0 and not self.colocate
 
     @property
     def places_servers(self) -> bool:
         """True if the run starts servers, on the nodes of a cluster."""
-        return self.engine == "vllm" and self.cluster != HERE and not self.vllm.urls
+        return self.starts_servers and self.cluster != HERE
 
     @property
     def shards(self) -> int:
@@ -284,11 +338,39 @@ class Settings:
             raise ConfigError("cluster.shards", shards, wanted)
         check_division(self.vllm, shards)
 
+    def _check_colocate(self) -> None:
+        """Raises: ConfigError for what excludes turns of trainer and servers."""
+        fleet, wanted = self.fleet, None
+        if fleet is None:
+            wanted = (
+                f"False with train.engine = {self.engine!r}, which has no servers that could sleep"
+                " (the embedded engine shares the trainer's devices as it is)"
+            )
+        elif fleet.urls:
+            wanted = (
+                f"False with {fleet.binding}.urls: only servers that the run starts are sure to share"
+                " its accelerators, and to be used by nobody else"
+            )
+        elif self.cluster != HERE:
+            wanted = (
+                "False with train.cluster = 'ray', which places trainers and servers on accelerators"
+                " of their own"
+            )
+        elif fleet.direct:
+            wanted = (
+                f"False with {fleet.binding}.transport = {fleet.transport!r}, which reads the"
+                " trainer's devices while servers load: 'files' passes weights through the host"
+            )
+        elif self.serving:
+            wanted = "False where a model is served instead of trained"
+        if wanted is not None:
+            raise ConfigError("train.colocate", True, wanted)
+
     def _check_deterministic(self) -> None:
         wanted = None
-        if self.engine == "vllm":
+        if self.fleet is not None:
             wanted = (
-                "False with train.engine = 'vllm', whose servers batch requests as they arrive, or"
+                f"False with train.engine = {self.engine!r}, whose servers batch requests as they arrive, or"
                 " train.engine = 'embedded'"
             )
         elif self.window > 1:

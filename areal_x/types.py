@@ -63,6 +63,46 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The tokens that truncated sampling (top-p, top-k, min-p) left to choose from, at each of T
+    positions."""
+
+    counts: Int32[np.ndarray, " T"]
+    """How many at each position; 0 if nothing was left out there, or nothing was sampled."""
+
+    ids: Int32[np.ndarray, " ids"]
+    """Their ids, those of one position after those of another, each once."""
+
+    def __post_init__(self) -> None:
+        wanted = int(self.counts.sum())
+        if len(self.ids) != wanted:
+            raise ValueError(f"{len(self.ids)} kept ids came with counts of {wanted}")
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @staticmethod
+    def everything(length: int) -> Kept:
+        """Returns `length` positions at which nothing was left out."""
+        return Kept(np.zeros(length, np.int32), np.zeros(0, np.int32))
+
+    @staticmethod
+    def joined(parts: Sequence[Kept]) -> Kept:
+        """Returns the positions of all parts, one after another."""
+        return Kept(
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.ids for part in parts]),
+        )
+
+    def contain(self, tokens: Int32[np.ndarray, " T"]) -> bool:
+        """True if each token was one of those kept at its position."""
+        found = np.repeat(np.arange(len(self)), self.counts)[
+            self.ids == np.repeat(tokens, self.counts)
+        ]
+        return bool(np.isin(np.flatnonzero(self.counts), found).all())
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One token sequence to train on. All arrays have one length T."""
 
@@ -97,12 +137,21 @@ class Trajectory:
     credit: Float32[np.ndarray, " T"] | None = None
     """Factors on the tokens' advantages; None is 1 for all."""
 
+    kept: Kept | None = None
+    """What truncated sampling left to choose from at each token; None if nothing was left out.
+    Log-probabilities are then of the distribution over these tokens alone, here and in a
+    trainer."""
+
     def __post_init__(self) -> None:
-        optional = [name for name in ("experts", "credit") if getattr(self, name) is not None]
+        optional = [
+            name for name in ("experts", "credit", "kept") if getattr(self, name) is not None
+        ]
         arrays = ("tokens", "mask", "logprobs", "versions", *optional)
         lengths = {name: len(getattr(self, name)) for name in arrays}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a trajectory's arrays must have one length, got {lengths}")
+        if self.kept is not None and not self.kept.contain(self.tokens):
+            raise ValueError("a sampled token is not among those that its sampling kept")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -117,9 +166,10 @@ class Trajectory:
         finish_reason: str = "stop",
         experts: Int16[np.ndarray, "P+N layers per_token"] | None = None,
         images: Images | None = None,
+        kept: Kept | None = None,
     ) -> Trajectory:
         """Returns the trajectory of a prompt of P tokens and N sampled tokens, which are trained on.
-        images: those of the prompt."""
+        images: those of the prompt. kept: of the sampled tokens."""
         context = len(prompt)
         length = context + len(tokens)
         ids = np.empty(length, np.int32)
@@ -140,6 +190,7 @@ class Trajectory:
             finish_reason=finish_reason,
             experts=experts,
             images=images,
+            kept=None if kept is None else Kept.joined([Kept.everything(context), kept]),
         )
 
 
@@ -241,7 +292,8 @@ class Batch:
     """Log-probability under the policy that sampled the token."""
 
     proximal_logp: Array | None = None
-    """Log-probability under the policy to which the update is anchored."""
+    """Log-probability under the policy to which the update is anchored; None if the loss takes it
+    from its own forward pass."""
 
     reference_logp: Array | None = None
     """Log-probability under the frozen reference."""
@@ -265,6 +317,12 @@ class Batch:
 
     experts: Array | None = None
     """`[rows, length, layers, per_token]`, see `Trajectory`."""
+
+    kept: Array | None = None
+    """`[rows, most, 2]`: what truncated sampling left to choose from, as pairs of a token's index
+    in the row and an id; −1 for padding. A token without a pair was sampled from the whole
+    vocabulary; for one with pairs, every log-probability and entropy is of the softmax over its
+    ids alone. None if no token has any."""
 
     prefix_ids: Array | None = None
     """The earlier segment of the row that a token attends to in addition to its own; 0 for none. It
@@ -308,15 +366,15 @@ class Policy:
     """Log-probability of the token; None from a critic or a reward model."""
 
     entropy: Array | None = None
-    """Entropy, in nats, of the distribution that the token was sampled from, if the algorithm needs
-    it."""
+    """Entropy, in nats, of the distribution that the token was sampled from (over the kept tokens,
+    if sampling was truncated), if the algorithm needs it."""
 
     values: Array | None = None
     """Values of a critic or a reward model, their only output."""
 
     divergence: Array | None = None
-    """Divergence between this policy's and the teacher's distribution over the whole vocabulary; 0
-    at a segment's first token and at padding."""
+    """Divergence between this policy's and the teacher's distribution over the whole vocabulary,
+    also where sampling was truncated; 0 at a segment's first token and at padding."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import areal_x
@@ -18,7 +19,7 @@ ELSEWHERE = (
     "agents/program_launcher.py",
     "agents/tools/mcp_worker.py",
     "agents/json_checks/schema_worker.py",
-    "engines/vllm/watchdog.py",
+    "engines/fleet/watchdog.py",
     "sandbox/supervisor.py",
     "sandbox/shell.py",
 )
@@ -39,6 +40,7 @@ class Place:
         return f"{self.file} {self.function}: {self.expression}"
 
 
+@cache
 def sources() -> dict[str, ast.Module]:
     files = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
     return {

@@ -17,7 +17,15 @@ from hypothesis import settings
 
 from areal_x.testing.models import write_model
 from tests import forking
-from tests.servers import nothing_is_lost_unasked, run, vllm_engine, vllm_server, watch  # noqa: F401  (fixtures)
+from tests.servers import (  # noqa: F401  (fixtures)
+    given_url,
+    nothing_is_lost_unasked,
+    other_model_dir,
+    run,
+    vllm_engine,
+    vllm_server,
+    watch,
+)
 
 pytest.register_assert_rewrite("areal_x.testing.conformance")
 
@@ -116,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(module(item), len(places)))
 
 
-pytest_plugins = ["tests.quick"]
+pytest_plugins = ["tests.quick", "tests.garbage"]
 
 
 @pytest.fixture(scope="session")

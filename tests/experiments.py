@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,19 @@ from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
 from tests.ones import counts_ones
 
+BACKEND = "torch" if find_spec("areal_x_torch") else "jax"  # torch compiles nothing
 TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
+
+
+TRUNCATED = SingleTurn(
+    reward=counts_ones, sampling=SamplingParams(max_tokens=8, top_p=0.9, top_k=20, min_p=0.05), reward_workers=1
+)
 
 
 def tiny_experiment(model: Path, runs: Path, **changes: Any) -> Experiment:
     """Six synchronous steps of GRPO on a model directory, with changed settings."""
     settings: dict[str, Any] = {
+        "backend": BACKEND,
         "dataset": TASKS,
         "workflow": SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=8), reward_workers=1),
         "trainer": TrainerConfig(

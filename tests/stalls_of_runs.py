@@ -34,8 +34,9 @@ TRAINER = SimpleNamespace(version=0)
 async def rollout(engine: Any, *, begun: bool = True, workflow: Any = None, **changes: Any) -> AsyncIterator[Rollout]:
     """Over the engine, publishing begun; every call of it blocks and is for a thread."""
     queue = TrajectoryQueue(1, changes.pop("max_staleness", 0))
+    models = changes.pop("models", None)
     runner = Runner(engine, workflow or Plain(), TaskStream(TASKS), queue, group_size=1, **changes)
-    made = Rollout(runner)
+    made = Rollout(runner, models=models)
     try:
         if begun:
             await asyncio.to_thread(made.start)
@@ -68,6 +69,43 @@ async def _(stall: Stall) -> None:
     async with rollout(Gated(stall, "start"), begun=False) as made:
         await stall.threaded(made.start, "the run")
         await asyncio.to_thread(made.publish, TRAINER, 0)
+
+
+async def turn(stall: Stall, what: str, engine: Any, models: Any) -> None:
+    """A step of a rollout that takes turns with models, one of which stalls."""
+    async with rollout(engine, begun=False, models=models) as made:
+        await asyncio.to_thread(made.start)
+
+        def step() -> list[Group]:
+            made.publish(TRAINER, 0)
+            return made.take()
+
+        assert len(await stall.threaded(step, "the trainer", what)) == 1
+
+
+def models_with(**methods: Any) -> Any:
+    return SimpleNamespace(**{"rest": lambda: None, "wake": lambda: None, "device_bytes": lambda: 0, **methods})
+
+
+@stall("the engine to sleep")
+async def _(stall: Stall) -> None:
+    await turn(stall, "the engine to sleep", Gated(stall, "sleep"), models_with())
+
+
+@stall("its state to return to its devices")
+async def _(stall: Stall) -> None:
+    await turn(stall, "its state to return to its devices", FakeEngine(), models_with(wake=stall.hold))
+
+
+@stall("its state to leave its devices")
+async def _(stall: Stall) -> None:
+    first = iter([True])  # before the engine starts
+
+    def rest() -> None:
+        if not next(first, False):
+            stall.hold()
+
+    await turn(stall, "its state to leave its devices", FakeEngine(), models_with(rest=rest))
 
 
 @stall("the weights of version {} to be staged")

@@ -14,6 +14,7 @@ import pytest
 from areal_x.algorithms.recipes import grpo
 from areal_x.batching.batch import Models
 from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
@@ -23,8 +24,11 @@ from areal_x.run import checkpoint
 from areal_x.run.journal import FILE, Journal
 from areal_x.types import Task
 from areal_x.workflows.learned_reward import LearnedReward
-from tests.experiments import TASKS, tiny_experiment
+from tests.experiments import TASKS, TRUNCATED, tiny_experiment
 from tests.run.test_journal import limited
+
+SERVED = {"engine": "vllm"}
+ON_TORCH = VLLMConfig(transport="nccl", devices=("1",))
 
 
 class Wrapping(Workflow):
@@ -88,13 +92,26 @@ def test_a_run_leaves_metrics_a_plot_and_a_model_that_transformers_loads(experim
     transformers.AutoModelForCausalLM.from_pretrained(result.directory / "checkpoints" / "6" / "trainer")
 
 
-@on_jax
 def test_on_policy_engine_and_trainer_agree_on_every_token(experiment):
     for turn in experiment.turns(experiment.open()):
         if turn.groups:
             assert turn.metrics["policy_gap"] <= 1e-4
             assert turn.metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
             assert (turn.batch.versions[turn.batch.mask] == turn.metrics["step"] - 1).all()
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"], indirect=True)
+def test_on_policy_engine_and_trainer_agree_on_every_token_that_truncated_sampling_drew(experiment):
+    """The reference too is of the kept tokens alone: at the first step it is the policy."""
+    of_all = replace(experiment, workflow=TRUNCATED, algorithm=grpo(kl_coefficient=0.1, entropy_coefficient=0.01))
+    turns = [turn for turn in of_all.turns(of_all.open()) if turn.groups]
+    for turn in turns:
+        assert turn.batch.kept is not None
+        assert 1 < turn.metrics["kept_tokens"] <= 20
+        assert turn.metrics["policy_gap"] <= 1e-5
+        assert turn.metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert turn.metrics["entropy"] <= np.log(20)
+    assert turns[0].metrics["reference_kl"] <= 1e-6
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -271,7 +288,19 @@ def test_a_prompt_that_only_its_episode_finds_too_long_is_a_failed_episode(exper
         ({"max_staleness": -1}, r"train\.max_staleness = -1 .* at least 0"),
         ({"embedded": EmbeddedConfig(context=64)}, r"embedded\.context = 64 .* train\.row_length = 32"),
         ({"loggers": ("wand",)}, "did you mean 'wandb'"),
+        (
+            {"trainer": TrainerConfig(replay_experts=True), "engine": "vllm", "vllm": VLLMConfig(pipeline=2)},
+            r"vllm\.pipeline = 2 .* 1 with trainer\.replay_experts: vLLM returns the experts of the last stage",
+        ),
         ({"trainer": TrainerConfig(replay_experts=True)}, r"trainer\.replay_experts = True .*'embedded', which records no"),
+        ({"colocate": True}, r"train\.colocate = True .* False with train\.engine = 'embedded', which has no servers"),
+        (
+            {"colocate": True, **SERVED, "vllm": VLLMConfig(urls=("http://localhost:1",))},
+            r"False with vllm\.urls: only servers",
+        ),
+        ({"colocate": True, **SERVED, "cluster": "ray"}, r"False with train\.cluster = 'ray'"),
+        ({"colocate": True, **SERVED, "vllm": ON_TORCH, "backend": "torch"}, r"False with vllm\.transport = 'nccl'"),
+        ({"colocate": True, **SERVED, "serving": True}, r"False where a model is served"),
         ({"evaluation": object()}, r"train\.evaluation = <class 'object'> .* subclass of areal_x\.Workflow"),
     ],
 )
@@ -305,3 +334,8 @@ def test_a_workflow_of_another_class_with_all_declared_methods_is_accepted(exper
     complete = type("Complete", (), {name: getattr(type(experiment.workflow), name) for name in DECLARED})
     complete.sampling = experiment.workflow.sampling
     replace(experiment, workflow=complete())
+
+
+def test_trainers_that_cannot_leave_their_devices_are_refused_by_their_names():
+    with pytest.raises(UserError, match=r"train\.colocate = True .* the policy of this backend \(SimpleNamespace\) lacks"):
+        Models(policy=SimpleNamespace()).rest()

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from areal_x import launch
+from areal_x.engines.fleet.config import PROGRAMS
 
 FILE = "examples/arithmetic/grpo.gin"
 WIDE = "-b", "mesh.processes = 16", "-b", "train.backend = 'torch'"
@@ -68,15 +69,19 @@ def test_a_rayjob_has_a_head_without_gpus(written) -> None:
     assert workers["replicas"] == 2
 
 
-SERVED = (
-    *("-b", "train.engine = 'vllm'", "-b", "vllm.servers = 4", "-b", "vllm.arguments = ('-tp', '4')"),
-    *("-b", "cluster.ranks_on = 'train'", "-b", "cluster.servers_on = 'serve'"),
-)
+def served_by(program: str) -> tuple[str, ...]:
+    servers = f"train.engine = {program!r}", f"{program}.servers = 4", f"{program}.tensor = 4"
+    return tuple(x for b in (*servers, "cluster.ranks_on = 'train'", "cluster.servers_on = 'serve'") for x in ("-b", b))
+
+
+SERVED = served_by("vllm")
 FOUR = "--nodes", "4", "--gpus", "8"
 
 
-def test_nodes_have_the_labels_that_the_file_asks_for(written) -> None:
-    script = written("slurm", FILE, *FOUR, *WIDE, *SERVED, "-b", "vllm.staging = '/shared/w'")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nodes_have_the_labels_that_the_file_asks_for(written, program: str) -> None:
+    served = served_by(program)
+    script = written("slurm", FILE, *FOUR, *WIDE, *served, "-b", f"{program}.staging = '/shared/w'")
     started = [line for line in script.splitlines() if " ray start " in line]
     head, *others = (re.search(r"--labels (\S+)", line)[1] for line in started)
     steps = [re.search(r"--nodes=(\d) --ntasks=(\d) --relative=(\d)", line) for line in started[1:]]
@@ -85,13 +90,13 @@ def test_nodes_have_the_labels_that_the_file_asks_for(written) -> None:
         ("role=train", ("1", "1", "1")),
         ("role=serve", ("2", "2", "2")),
     ]
-    job = yaml.safe_load(written("kuberay", FILE, *FOUR, "--image", "x", *WIDE, *SERVED))
+    job = yaml.safe_load(written("kuberay", FILE, *FOUR, "--image", "x", *WIDE, *served))
     groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert [(x["groupName"], x["replicas"], x["labels"]) for x in groups] == [
         ("train", 2, {"role": "train"}),
         ("serve", 2, {"role": "serve"}),
     ]
-    assert "vllm.staging = '/shared/weights'" in bindings_of(job["spec"]["entrypoint"])
+    assert f"{program}.staging = '/shared/weights'" in bindings_of(job["spec"]["entrypoint"])
 
 
 def test_nodes_that_ranks_and_servers_leave_compute_rewards(written) -> None:
@@ -127,6 +132,10 @@ def test_one_node_without_labels_starts_no_ray(written) -> None:
     assert "unset RAY_ADDRESS" in script
 
 
+def test_a_run_without_servers_is_not_judged_by_their_settings(written) -> None:
+    written("slurm", FILE, "--nodes", "2", "--gpus", "8", *WIDE, "-b", "vllm.tensor = 4", "-b", "vllm.hosts = 3")
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -141,12 +150,20 @@ def test_one_node_without_labels_starts_no_ray(written) -> None:
             "vllm.servers = 4 cannot work: it must be at most 2, 2 on the only node with role=serve, beside 16 ranks of",
         ),
         (
+            ("slurm", FILE, "--nodes", "3", "--gpus", "8", *WIDE, *served_by("sglang"), "-b", "sglang.staging = '/s'"),
+            "sglang.servers = 4 cannot work: it must be at most 2, 2 on the only node with role=serve, beside 16 ranks of",
+        ),
+        (
             ("slurm", FILE, *FOUR, *WIDE, *SERVED),
             "vllm.staging = '' cannot work: it must be a folder that all nodes share under one path",
         ),
         (
             ("slurm", FILE, *FOUR, *WIDE, *SERVED, "-b", "cluster.hosts_on = 'rewards'", "-b", "vllm.staging = '/s'"),
             "cluster.hosts_on = 'rewards' cannot work: it must be left out, or --nodes greater",
+        ),
+        (
+            ("slurm", FILE, *FOUR, *WIDE, *SERVED, "-b", "vllm.hosts = 3"),
+            "vllm.hosts = 3 cannot work: it must be a divisor of 4, the accelerators of a server",
         ),
         (("kuberay", FILE, "--nodes", "1"), "--image = '' cannot work: it must be a container image"),
         (("slurm", FILE, "--nodes", "1", "-b", "train.step = 3"), "train.step"),

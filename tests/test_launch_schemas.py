@@ -27,7 +27,7 @@ SERVED = (
     "mesh.processes = 16",
     "train.engine = 'vllm'",
     "vllm.servers = 4",
-    "vllm.arguments = ('--tensor-parallel-size', '4')",
+    "vllm.tensor = 4",
 )
 CASES = pytest.mark.parametrize("bindings", [(), SERVED, (*SERVED, *ROLES)], ids=["plain", "served", "roles"])
 

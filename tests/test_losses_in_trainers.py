@@ -23,7 +23,7 @@ from tests.packing_invariance import (
     measure_on_four_devices,
     model_directories,
 )
-from tests.thorough import thorough
+from tests.thorough import further, thorough
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +46,7 @@ def test_no_loss_is_left_out():
     assert there - {"policy_gap"} == set(ALL)
 
 
+@pytest.mark.parametrize("backend", ["torch", *further("jax")], indirect=True)
 def test_packing_order_and_micro_batches_change_nothing(backend, directories):
     found = measure(backend, directories)
     assert too_far(found, found) == {}

@@ -25,9 +25,11 @@ from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import cores
 from areal_x.shards.engine import ShardedEngine
 from areal_x.shards.shards import Shards
-from areal_x.types import Episode, Group, Scored, Task, Trajectory
+from areal_x.simulation import FakeTrainer
+from areal_x.types import Episode, Group, Kept, Scored, Task, Trajectory
 from areal_x.workflows.supervised import Demonstrations, PreferencePairs
-from tests.experiments import TASKS, tiny_experiment
+from tests.experiments import TASKS, TRUNCATED, tiny_experiment
+from tests.rollout.test_turns import Sleeping, turns
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 OF_ONE_KIND = r"[^/]+(?:/.+)?"  # what <…> stands for
@@ -75,6 +77,7 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
         held_out=[*TASKS[:3], Task("long", "1" * 40)],
         share_prompts=True,
         max_staleness=1,
+        workflow=TRUNCATED,
     )
     keys |= written_by(
         **offline, name="sft", algorithm=recipes.sft(), workflow=Demonstrations(), dataset=answered, held_out=answered
@@ -84,8 +87,12 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
         keys |= written_by(**of, name=name, algorithm=recipes.distill(beta=beta), teacher=str(tiny_model_dir))
     spans = [Span("update", began=0.0, seconds=1.0, cpu_seconds=1.0, peak_bytes=1)] * 2
     keys |= set(differences(spans))
-    keys |= set(VLLMEngine(VLLMConfig(), tiny_model_dir, runs).balance(0.0, 0.0))
+    keys |= set(VLLMEngine(VLLMConfig(delta=1), tiny_model_dir, runs).balance(0.0, 0.0))
     keys |= set(ShardedEngine(Shards(1, 1, SimpleNamespace(), print), SimpleNamespace(), 64).balance(0.0, 0.0))  # type: ignore[arg-type]
+    with turns(Sleeping(), max_staleness=0) as rollout:
+        rollout.take()
+        rollout.publish(FakeTrainer(version=1))
+        keys |= set(rollout.balance(0.0, 0.0))
     mixture = create_trainer("torch", TrainerConfig(model=ModelConfig(str(model_dir_of("qwen3-moe")))))
     batch = pack([trajectory()], 8).batch
     keys |= set(mixture.update(batch.replace(weights=batch.mask.astype(np.float32)), losses.sft))
@@ -126,6 +133,13 @@ def test_what_a_step_consumed_is_described() -> None:
     assert row["truncated"] == 1 / 4
     assert row["entropy_estimate"] == pytest.approx((4 * 2 + 1 + 2) / 7)
     assert (row["staleness_mean"], row["staleness_max"]) == (2.0, 3)
+    assert "kept_tokens" not in row
+    chosen = [
+        replace(trajectory(), kept=Kept(np.array([0, 0, n, m], np.int32), np.array([4, 9, 8][:n] + [5, 9, 8][:m], np.int32)))
+        for n, m in ((3, 1), (0, 2))
+    ]
+    row = describe_groups([Group(Task("a", ""), 0, 0, (episode(0.0, *chosen), episode(1.0, trajectory())))], [0])
+    assert row["kept_tokens"] == (3 + 1 + 2) / 3  # where nothing was left out does not count
     assert "groups_without_variance" not in row  # of no algorithm that has advantages
     batch = pack([varied.episodes[0].trajectories[0], equal.episodes[0].trajectories[0]], 8).batch
     of_rows = np.array([[1.0], [0.0]]) * batch.mask  # 4 trained tokens in one row, 2 in the other

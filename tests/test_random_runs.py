@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,11 @@ def run(experiment: Experiment, until: int = STEPS, resume: bool = False) -> Pat
     return directory
 
 
-@pytest.mark.parametrize("seed", [0, *further(1, 2)])
+# Runs of torch are replayed in tests/test_replay.py.
+CASES = [("jax", 0), *further(("torch", 0), *itertools.product(("jax", "torch"), (1, 2)))]
+
+
+@pytest.mark.parametrize(("backend", "seed"), CASES, indirect=["backend"])
 def test_a_random_run_is_the_same_stopped_resumed_and_replayed(
     seed: int, backend: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ ONLINE = {
     "opo": {},
     "remax": {},
 }
+FIRST = ("grpo", "dapo", "remax", "ppo", "decoupled_ppo")  # of every kind one
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return backend
 
 
-on_both = pytest.mark.parametrize("backend", ["jax", "torch"], indirect=True)
+on_both = pytest.mark.parametrize("backend", ["torch", *further("jax")], indirect=True)
 
 
 @pytest.fixture
@@ -64,8 +65,9 @@ def offline(experiment: Experiment, **changes: Any) -> Experiment:
 @pytest.mark.parametrize(
     "backend, name",
     [
-        *(("torch", name) for name in ONLINE),
+        *(("torch", name) for name in FIRST),
         ("jax", "grpo"),
+        *further(*(("torch", name) for name in ONLINE if name not in FIRST)),
         *further(*(("jax", name) for name in ("ppo", "decoupled_ppo", "remax"))),
     ],
     indirect=["backend"],
@@ -148,7 +150,7 @@ def test_supervised_learning_from_a_dataset(experiment):
 
 
 @pytest.mark.parametrize(
-    "backend, name, beta", [("torch", "dpo", 0.1), ("torch", "ipo", 0.5), ("jax", "dpo", 0.1)], indirect=["backend"]
+    "backend, name, beta", [("torch", "dpo", 0.1), ("torch", "ipo", 0.5), *further(("jax", "dpo", 0.1))], indirect=["backend"]
 )
 def test_preferences_widen_the_margin(experiment, name, beta):
     algorithm = getattr(recipes, name)(beta=beta)

@@ -15,7 +15,7 @@ import pytest
 from areal_x.algorithms.recipes import dpo, grpo, ppo
 from areal_x.batching.batch import Models, make_batches
 from areal_x.check import check_backend
-from areal_x.engines.vllm.scorer import sequences
+from areal_x.engines.fleet.scorer import sequences
 from areal_x.errors import ConfigError
 from areal_x.monitor.trajectories import trained
 from areal_x.preflight.model import find_model
@@ -26,6 +26,7 @@ from areal_x.replay import Replay
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 from tests.conftest import QUICK, python_with
 from tests.experiments import TASKS, tiny_experiment
+from tests.kept import kept_with
 from tests.thorough import further, thorough
 
 ROW = 96
@@ -52,7 +53,8 @@ def group_of(ticket: int, contexts: list[Any], answers: tuple[int, ...], rng: np
     episodes = []
     for context, length in zip(contexts, answers, strict=True):
         tokens, logprobs = rng.integers(0, vocab, length), -rng.exponential(2.0, length)
-        trajectory = Trajectory.from_completion(context, tokens, logprobs, np.zeros(length), 1.0)
+        kept = kept_with(tokens, vocab, length) if length % 2 else None
+        trajectory = Trajectory.from_completion(context, tokens, logprobs, np.zeros(length), 1.0, kept=kept)
         episodes.append(Episode(Scored(float(rng.normal())), (trajectory,)))
     return Group(Task(str(ticket), ""), ticket, 0, tuple(episodes))
 
@@ -180,7 +182,7 @@ def test_what_cannot_share_is_refused_before_the_run(
         make(trainer=TrainerConfig(replay_experts=True), engine="vllm")
     windows = model_dir_of("mistral-window")
     with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*has sliding windows"):
-        check_backend(make(), find_model(str(windows)))
+        check_backend(make(backend="jax"), find_model(str(windows)))
 
 
 def test_a_server_is_asked_for_whole_sequences() -> None:

@@ -370,10 +370,15 @@ def find_configurable(name: str, place: str) -> Any:
 
 
 def check_parameter(configurable: Any, name: str, place: str) -> None:
-    """Raises: UserError with the nearest name if the configurable has no such parameter."""
+    """Raises: UserError if the configurable has no such parameter: with the reason that its class
+    gives in REFUSED, or with the nearest name."""
     known = parameters(configurable)
     if name in known or any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return
+    why = getattr(configurable.wrapped, "REFUSED", {}).get(name)
+    if why is not None:
+        selector = short_name(configurable.selector)
+        raise UserError(f"{place}: {selector}.{name} is not supported: {why}")
     hint = nearest(name, list(known)) or f"; it has {', '.join(known) or 'none'}"
     raise UserError(f"{place}: {short_name(configurable.selector)} has no parameter {name!r}{hint}")
 

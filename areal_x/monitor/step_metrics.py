@@ -61,6 +61,7 @@ def describe_groups(
         **length_metrics(trajectories),
         **entropy_estimate(trajectories),
         **advantage_metrics(groups, batches),
+        **kept_tokens(trajectories),
         "trained_tokens": int(sum(trajectory.mask.sum() for trajectory in trajectories)),
         "packed_tokens": int(sum(len(trajectory) for trajectory in trajectories)),
         "staleness_mean": float(np.mean(ages)),
@@ -116,6 +117,14 @@ def entropy_estimate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         if count
         else {}
     )
+
+
+def kept_tokens(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean number of tokens that truncated sampling left to choose from; none if nothing was
+    left out."""
+    counts = [t.kept.counts[t.kept.counts > 0] for t in trajectories if t.kept is not None]
+    number = sum(map(len, counts))
+    return {"kept_tokens": sum(int(x.sum()) for x in counts) / number} if number else {}
 
 
 def advantage_metrics(groups: Sequence[Group], batches: Sequence[Batch]) -> dict[str, float]:

@@ -21,6 +21,7 @@ COLOURS = {
     "checkpoint": "#CC79A7",
     "evaluate": "#009E73",
 }
+TURNS = dict.fromkeys(("sleep", "wake", "rest"), "#F0E442")  # of a run with train.colocate
 PAUSE, COUNT = "#D55E00", "#555555"
 
 
@@ -40,14 +41,15 @@ def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = 
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     trainer, generation, rewards = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
-    names = list(COLOURS)
+    colours = COLOURS | (TURNS if any(i.name in TURNS for i in lanes[TRAINER]) else {})
+    names = list(colours)
     for row, name in enumerate(names):
         bars = [(i.start, i.end - i.start) for i in lanes[TRAINER] if i.name == name]
         trainer.broken_barh(
             bars,
             (row - 0.4, 0.8),
-            facecolors=COLOURS[name],
-            edgecolors=COLOURS[name],
+            facecolors=colours[name],
+            edgecolors=colours[name],
             linewidth=0.5,
         )
     trainer.set_yticks(range(len(names)), names)

@@ -48,7 +48,7 @@ class TrainedTrajectory:
 
     gaps: Float[np.ndarray, " T"] | None
     """Log-probability under the trainer before the step minus that under the engine, per token;
-    None if it was not computed (it is with `proximal = "recompute"`)."""
+    None if it is not known (it is with `proximal = "recompute"`)."""
 
 
 def show_trajectory(trajectory: Trajectory, tokenizer: Any = None) -> Page:

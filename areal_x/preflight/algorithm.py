@@ -38,10 +38,14 @@ class RandomModel:
 
 
 def check_algorithm(
-    algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[Task] = ()
+    algorithm: Algorithm,
+    backend: str,
+    group_size: int,
+    tasks: Sequence[Task] = (),
+    minibatches: int = 1,
 ) -> str:
     """Makes a batch with the algorithm and differentiates its losses. tasks: some of the run's own,
-    for filters that read them.
+    for filters that read them. minibatches: optimizer steps per batch of the run.
 
     Raises: UserError for a part whose result has the wrong shape, and for a loss that is not
     (terms, metrics), is not 0 where masked out, is not finite, or has no gradient. Also raises
@@ -65,9 +69,10 @@ def check_algorithm(
         reference_servers=None if "reference_logp" in missing else RandomModel(1),
         critic=None if "old_values" in missing else RandomModel(2),  # type: ignore[arg-type]
     )
-    (batch,) = make_batches(groups, algorithm, ROW, models, version=1)
+    own_pass = algorithm.uses_own_pass(minibatches)
+    (batch,) = make_batches(groups, algorithm, ROW, models, version=1, own_pass=own_pass)
     loaded = load_backend(backend)
-    check_loss(algorithm.step_loss(), example_policy(batch, missing), batch, loaded)
+    check_loss(algorithm.step_loss(own_pass), example_policy(batch, missing), batch, loaded)
     if algorithm.value_loss is not None:
         values = RandomModel(3).values(batch)
         check_loss(algorithm.value_loss, Policy(values=values), batch, loaded)

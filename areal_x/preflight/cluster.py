@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from areal_x.cluster.config import ROLE
 from areal_x.cluster.connection import connected
 from areal_x.cluster.installed import check_installed
-from areal_x.cluster.needs import Need, Node, Resources, check_needs, needs_of
-from areal_x.engines.vllm.placed import accelerators_of
+from areal_x.cluster.needs import Need, Node, Resources, Servers, check_needs, needs_of
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.backends import load_backend
 from areal_x.settings import Settings
@@ -25,9 +24,10 @@ def check_cluster_nodes(settings: Settings) -> str:
     other versions on a node.
     """
     if not os.environ.get(ADDRESS):
-        width, resource = accelerators_of(settings.vllm.arguments), settings.placement.resource
+        servers, resource = placed_servers(settings), settings.placement.resource
+        each = servers.accelerators if servers is not None else 1
         return (
-            f"{described(settings, [{resource: width}])} (no {resource} where no node has any);"
+            f"{described(settings, [{resource: each}])} (no {resource} where no node has any);"
             f" {ADDRESS} is not set, so the run starts Ray on this machine alone (areal-x launch"
             " writes jobs for several)"
         )
@@ -57,12 +57,18 @@ def needs(settings: Settings, there: Sequence[Resources]) -> list[Need]:
     return needs_of(
         backend=settings.backend,
         processes=settings.trainer.mesh.processes,
-        servers=settings.vllm.bounds[0] if settings.places_servers else 0,
-        width=accelerators_of(settings.vllm.arguments),
-        hosts=settings.vllm.hosts,
+        servers=placed_servers(settings),
         cluster=settings.placement,
         there=there,
     )
+
+
+def placed_servers(settings: Settings) -> Servers | None:
+    """Returns the servers that the run places on nodes; None if it places none."""
+    fleet = settings.fleet
+    if fleet is None or not settings.places_servers:
+        return None
+    return Servers(fleet.bounds[0], fleet.widths.accelerators, fleet.hosts, fleet.binding)
 
 
 def described(settings: Settings, there: Sequence[Resources]) -> str:

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from areal_x.errors import ConfigError
+from areal_x.preflight.deltas import delta_room
 from areal_x.preflight.model import Model
-from areal_x.preflight.storage import format_bytes
+from areal_x.preflight.storage import format_bytes, host_memory
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig, bytes_per_parameter
 from areal_x.settings import Settings
 
 # Bytes of fp32 moments per parameter: two moments, two factored ones, and one (of a matrix).
 MOMENTS = {"adamw": 8, "adafactor": 0, "muon": 4}
-UTILIZATION = 0.92  # share of a GPU that vLLM 0.32 takes by default
+# The argument that sets the share of a GPU that a server takes, and the share without it: vLLM 0.32's,
+# and about what SGLang 0.5.23 chooses for a large GPU.
+SHARES = {"vllm": ("--gpu-memory-utilization", 0.92), "sglang": ("--mem-fraction-static", 0.88)}
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,13 @@ class Estimate:
     activations: float
     engine: float
 
+    deltas: float = 0.0
+    """What deltas take of the machine's memory, if it computes on CPUs (areal_x.preflight.deltas has
+    the others)."""
+
     @property
     def total(self) -> float:
-        return self.state + self.activations + self.engine
+        return self.state + self.activations + self.engine + self.deltas
 
 
 def check_memory(settings: Settings, model: Model, devices: Devices) -> str:
@@ -46,11 +52,14 @@ def check_memory(settings: Settings, model: Model, devices: Devices) -> str:
     sizes = (
         f"{model.parameters / 1e6:.4g} million parameters with their training state take"
         f" {format_bytes(need.state)}, the backward pass of {rows}"
-        f" {format_bytes(need.activations)}, the engine {format_bytes(need.engine)}, of the"
+        f" {format_bytes(need.activations)}, the engine {format_bytes(need.engine)},"
+        f"{f' deltas {format_bytes(need.deltas)},' if need.deltas else ''} of the"
         f" {format_bytes(memory)} that {where} has (a lower bound, by counting)"
     )
     if need.total <= memory:
         return sizes
+    if settings.fleet is not None and need.total - need.deltas <= memory:
+        raise ConfigError(f"{settings.engine}.delta", settings.fleet.delta, f"0: {sizes}")
     if need.state <= memory and need.state + need.engine <= memory:
         raise ConfigError(
             "trainer.micro_batch_rows",
@@ -60,11 +69,12 @@ def check_memory(settings: Settings, model: Model, devices: Devices) -> str:
     if need.state <= memory and settings.engine == "embedded":
         raise ConfigError("embedded.slots", settings.embedded.slots, f"lower: {sizes}")
     if need.state <= memory:
+        assert settings.fleet is not None
         wanted = (
-            "with '--gpu-memory-utilization' and a smaller share, or the servers on GPUs of"
-            f" vllm.devices: {sizes}"
+            f"with {SHARES[settings.engine][0]!r} and a smaller share, or the servers on GPUs of"
+            f" {settings.engine}.devices: {sizes}"
         )
-        raise ConfigError("vllm.arguments", settings.vllm.arguments, wanted)
+        raise ConfigError(f"{settings.engine}.arguments", settings.fleet.arguments, wanted)
     raise ConfigError(
         "mesh.fsdp",
         trainer.mesh.fsdp,
@@ -80,7 +90,7 @@ def estimate(settings: Settings, model: Model, devices: Devices) -> Estimate:
     """
     trainer, on_cpu = settings.trainer, devices.kind == "cpu"
     item = bytes_per_parameter(trainer, on_cpu)
-    shards = 1 if on_cpu else trainer.mesh.fsdp * trainer.mesh.tensor
+    shards = 1 if on_cpu else trainer.mesh.fsdp * trainer.mesh.tensor * trainer.mesh.stage
     trained = model.parameters * bytes_per_trained_parameter(trainer, item) / shards
     frozen = model.parameters * item / shards
     needs = settings.algorithm.needs
@@ -89,10 +99,12 @@ def estimate(settings: Settings, model: Model, devices: Devices) -> Estimate:
         others += frozen
     if "values" in needs:
         others += trained
+    room = delta_room(settings, model, on_cpu)
     return Estimate(
         state=trained + others,
         activations=activation_bytes(settings, model.config, item),
         engine=engine_bytes(settings, model, devices, item),
+        deltas=room.memory_here if on_cpu and room is not None else 0.0,
     )
 
 
@@ -125,15 +137,17 @@ def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -
 def engine_bytes(settings: Settings, model: Model, devices: Devices, item: int) -> float:
     """Memory of the engine. Embedded: its copy of the weights and all caches when full. Servers on
     this trainer's GPU: the share that they take; on a CPU: the weights and 1 GB of cache each. On a
-    cluster they have devices of their own."""
+    cluster they have devices of their own, and with train.colocate they release theirs."""
     if settings.engine == "embedded":
         return model.parameters * item + cache_bytes(settings, model.config, item)
-    config = settings.vllm
-    if settings.engine == "none" or config.urls or config.devices or settings.places_servers:
+    config = settings.fleet
+    elsewhere = config is None or config.urls or config.devices or settings.places_servers
+    if config is None or elsewhere or settings.colocate:
         return 0.0
     if devices.memory is None:
-        return config.servers * (model.parameters * item + 1e9)
-    return gpu_share(config.arguments) * devices.memory
+        copies = config.servers * config.data
+        return copies * model.parameters * item + config.workers * 1e9
+    return gpu_share(config.arguments, config.binding) * devices.memory
 
 
 def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
@@ -145,16 +159,11 @@ def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> flo
     )
 
 
-def gpu_share(arguments: tuple[str, ...]) -> float:
-    """Share of a GPU's memory that a vLLM server takes."""
+def gpu_share(arguments: tuple[str, ...], engine: str) -> float:
+    """Share of a GPU's memory that a server takes."""
+    argument, share = SHARES[engine]
     for i, word in enumerate(arguments):
         name, _, value = word.partition("=")
-        if name == "--gpu-memory-utilization":
+        if name == argument:
             return float(value or arguments[i + 1])
-    return UTILIZATION
-
-
-def host_memory() -> int:
-    """Bytes of memory available on this machine, including caches that the system can drop."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return share

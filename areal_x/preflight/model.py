@@ -4,6 +4,7 @@ tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,8 +33,25 @@ class Model:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The language model's config."""
-        return model_dir.text_config(model_dir.read_config(self.directory))
+        """The language model's config, with transformers' defaults and under the names that most
+        families use ("hidden_size" where a file has "n_embd")."""
+        return with_defaults(model_dir.read_config(self.directory))
+
+
+def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the language model's part of a config; see `Model.config`. What transformers cannot
+    read is left as it is: the backend's check says why."""
+    from transformers import CONFIG_MAPPING
+
+    text, model_type = model_dir.text_config(config), str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return text
+    try:
+        described = CONFIG_MAPPING[model_type].from_dict(deepcopy(dict(config))).get_text_config()
+        common = {name: getattr(described, name) for name in described.attribute_map}
+        return {**described.to_dict(), **common, **text}
+    except Exception:  # each config's class validates in its own way
+        return text
 
 
 def find_model(path: str | Callable[[], str]) -> Model:

@@ -5,17 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from areal_x.engines.fleet.client import Client
+from areal_x.engines.fleet.config import FleetConfig
+from areal_x.engines.fleet.widths import check_model
+from areal_x.engines.scoring import server_scorer
+from areal_x.engines.sglang import engine as sglang_engine
+from areal_x.engines.sglang.client import SGLangClient
+from areal_x.engines.sglang.config import SGLangConfig
+from areal_x.engines.sglang.installed import installed
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.gate import unprotected_warning
-from areal_x.engines.vllm.installed import is_cpu_build
-from areal_x.engines.vllm.scorer import ServerScorer
+from areal_x.engines.vllm.installed import has_plugin, is_cpu_build
 from areal_x.engines.vllm.transports import TRANSPORTS, check_machine
 from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.preflight.model import Model
 from areal_x.runtime import open_files
 from areal_x.runtime.loop import run
 from areal_x.settings import Settings
@@ -34,46 +42,92 @@ def check_engine_servers(
     check_machine(config, trainer_here)
     file_warnings = filter(None, [open_files.enough_for(config.requests)])
     if placed:
-        least, most = config.bounds
-        number = f"{least}" if least == most else f"{least} to {most}"
-        on_nodes = f"{number} will be started on the nodes of the cluster"
-        return "; ".join([on_nodes, *file_warnings])
+        return "; ".join([on_nodes(config), *file_warnings])
     if not config.urls:
-        kind = "CPU" if is_cpu_build() else "GPU"
+        kind = "CPU" if is_cpu_build() else "NPU" if has_plugin() else "GPU"
         return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *file_warnings])
     key = os.environ.get(config.key_variable)
-    found = [
-        run(query_server(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls
-    ]
-    key_warnings = [
-        unprotected_warning(url)
+    transfer = TRANSPORTS[config.transport]
+    found = query_all(config, lambda url: VLLMClient(url, key, transfer), unprotected_warning)
+    return "; ".join([found, *file_warnings])
+
+
+def check_sglang_servers(config: SGLangConfig, placed: bool = False) -> str:
+    """Checks the SGLang servers that generate. placed: the run starts them on the nodes of a cluster,
+    each of which looks for its own SGLang.
+
+    Raises: UserError or EngineError for the first one that cannot be used.
+    """
+    file_warnings = filter(None, [open_files.enough_for(config.requests)])
+    if placed:
+        return "; ".join([on_nodes(config), *file_warnings])
+    if not config.urls:
+        found = installed(config.python)
+        kind = "CPU" if found.is_cpu else "GPU"
+        will = f"{config.servers} will be started, by SGLang {found.version} for {kind}"
+        return "; ".join([will, *file_warnings])
+    queried = query_all(
+        config,
+        lambda url: SGLangClient(url, *config.keys(), Path()),
+        sglang_engine.unprotected_warning,
+    )
+    return "; ".join([queried, *file_warnings])
+
+
+def on_nodes(config: FleetConfig) -> str:
+    """Describes the servers that the run starts on the nodes of a cluster."""
+    least, most = config.bounds
+    number = f"{least}" if least == most else f"{least} to {most}"
+    return f"{number} will be started on the nodes of the cluster"
+
+
+def check_widths(config: FleetConfig, model: Model) -> str:
+    """Checks that the servers that the run starts can divide the model.
+
+    Raises: ConfigError for the size that does not fit.
+    """
+    widths = config.widths
+    check_model(config.kind, config.binding, widths, model.config)
+    return f"each server on {widths.accelerators} accelerators ({widths}): {config.kind} can divide the model so"
+
+
+def query_all(
+    config: FleetConfig, connect: Callable[[str], Client], warning: Callable[[str], str]
+) -> str:
+    """Returns what the servers that the run does not start answer. connect: returns a client of one.
+    warning: about one that accepts control requests without a key.
+
+    Raises: UserError or EngineError for the first one that cannot be used.
+    """
+    found = [run(query_server(config, url, connect), "check") for url in config.urls]
+    warnings = [
+        warning(url)
         for url, (_, accepts_without_key) in zip(config.urls, found, strict=True)
         if accepts_without_key
     ]
-    return "; ".join(
-        [
-            f"{len(found)} answer, with a context of {min(context for context, _ in found)}",
-            *key_warnings,
-            *file_warnings,
-        ]
-    )
+    least = min(context for context, _ in found)
+    return "; ".join([f"{len(found)} answer, with a context of {least}", *warnings])
 
 
-async def query_server(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
+async def query_server(
+    config: FleetConfig, url: str, connect: Callable[[str], Client]
+) -> tuple[int, bool]:
     """Returns a server's context in tokens, and whether it accepts control requests without a
     key."""
-    client = VLLMClient(url, key, transfer)
+    client = connect(url)
     try:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             if not await client.is_healthy():
                 raise UserError(
-                    f"no healthy vLLM server answers at {url}: start it, or take it out of"
-                    " vllm.urls"
+                    f"no healthy {config.kind} server answers at {url}: start it, or take it out of"
+                    f" {config.binding}.urls"
                 )
+            await client.negotiate(ours=False)
             return await client.context(), await client.accepts_without_key()
     except TimeoutError:
         raise UserError(
-            f"the vLLM server at {url} did not answer within {TIMEOUT_SECONDS:g} s: look at its log"
+            f"the {config.kind} server at {url} did not answer within {TIMEOUT_SECONDS:g} s: look at"
+            " its log"
         ) from None
     finally:
         await client.close()
@@ -83,7 +137,6 @@ def check_scoring_servers(settings: Settings, urls: Sequence[str], directory: Pa
     """Checks that a reference's or teacher's servers answer, accept the key, and tokenise as the
     trained model does."""
     temperature = settings.temperature(settings.workflow)
-    ServerScorer(
-        urls, os.environ.get(settings.vllm.key_variable), load_tokenizer(directory), temperature
-    )
+    tokenizer = load_tokenizer(directory)
+    server_scorer(urls, settings.vllm, settings.sglang, tokenizer, temperature)
     return f"{len(urls)} answer, with the same tokens"

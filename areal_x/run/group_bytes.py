@@ -22,6 +22,7 @@ from areal_x.types import (
     Failed,
     Group,
     Images,
+    Kept,
     Outcome,
     Scored,
     Task,
@@ -53,6 +54,15 @@ def encode(group: Group) -> bytes:
         there = [x for x in arrays if x is not None]
         return [[x is not None for x in arrays], put(np.concatenate(there)) if there else None]
 
+    def kept_ids() -> list[Any]:
+        """A flag per trajectory that has them, and the counts and ids of these concatenated."""
+        has = [t.kept is not None for t in trajectories]
+        kept = [t.kept for t in trajectories if t.kept is not None]
+        if not kept:
+            return [has, None]
+        whole = Kept.joined(kept)
+        return [has, [put(whole.counts), put(whole.ids)]]
+
     # The first trajectory with each set of images: a group's attempts usually share theirs.
     written_by: dict[int, int] = {}
 
@@ -73,6 +83,7 @@ def encode(group: Group) -> bytes:
             for i, t in enumerate(trajectories)
         ],
         "arrays": {name: joined(name) for name in ARRAYS},
+        "kept": kept_ids(),
         "greedy_reward": group.greedy_reward,
     }
     header = zlib.compress(json.dumps(head, default=_number).encode(), 1)
@@ -109,6 +120,11 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
     # Arrays that this version added are absent from older journals.
     missing = [[False] * len(lengths)]
     arrays = {name: split(*head["arrays"].get(name, missing)) for name in ARRAYS}
+    has_kept, described = head.get("kept", [*missing, None])
+    counts = split(has_kept, described and described[0])
+    every_id = np.zeros(0, np.int32) if described is None else get(described[1])
+    ends = np.cumsum([0 if x is None else x.sum() for x in counts], dtype=np.int64)
+    ids = np.split(every_id, ends[:-1])
     trajectories = iter(
         [
             Trajectory(
@@ -116,6 +132,7 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
                 reward=reward,
                 finish_reason=reason,
                 images=images[i],
+                kept=None if counts[i] is None else Kept(counts[i], ids[i]),
             )
             for i, (_, reward, reason, _) in enumerate(head["trajectories"])
         ]

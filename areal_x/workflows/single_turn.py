@@ -143,6 +143,7 @@ class SingleTurn(RewardedWorkflow):
             finish_reason=completion.finish_reason,
             experts=completion.experts,
             images=images,
+            kept=completion.kept,
         )
         return Episode(outcome, (trajectory,))
 

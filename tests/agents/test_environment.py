@@ -274,7 +274,6 @@ class Ones:
 
 
 def test_a_run_learns_from_an_environment(tiny_model_dir, tmp_path):
-    pytest.importorskip("areal_x_jax")
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
     template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
     (model / "chat_template.jinja").write_text(template)

@@ -363,7 +363,6 @@ def ones(task, text):
 
 @pytest.mark.parametrize("export", ["merged", "individual"])
 def test_engine_and_trainer_agree_on_every_token_of_several_turns(tiny_model_dir, tmp_path, export):
-    pytest.importorskip("areal_x_jax")
     sampling = SamplingParams(max_tokens=8)
     workflow = MultiTurn(ones, sampling, reward_workers=1, turns=3, enough=2.0, feedback=" no ", credit=Credit(export=export))
     experiment = tiny_experiment(tiny_model_dir, tmp_path, workflow=workflow, steps=2, row_length=48)

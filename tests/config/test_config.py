@@ -115,11 +115,30 @@ def check(*bindings: str) -> None:
             "optimizer.schedule = 'cosin' cannot work: it must be one of 'constant', 'cosine'; did you mean 'cosine'?",
         ),
         ("grpo.clip_low = -0.5", "grpo.clip_low = -0.5 cannot work: it must be at least 0"),
+        (
+            "sampling.min_tokens = 3",
+            "sampling.min_tokens is not supported: it forbids the end tokens at first, which the trainer's distribution has:"
+            " score short answers lower instead",
+        ),
+        *(
+            (
+                f"sampling.{name} = 0.5",
+                f"sampling.{name} is not supported: it changes the distribution in a way that the trainer does not compute;"
+                " top_p, top_k, min_p and temperature are exact",
+            )
+            for name in ("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        ),
+        ("sampling.n = 4", "sampling.n is not supported: the attempts at a task are train.group_size"),
+        (
+            "sampling.stop = ('x',)",
+            "sampling.stop is not supported: not every engine decodes text while it samples: end completions with"
+            " sampling.stop_token_ids, or cut the text in the reward",
+        ),
         ("evaluation/sampling.top_p = 3", "sampling.top_p = 3 cannot work: it must be between 0 and 1"),
         ("train.backend = 'jaxx'", "train.backend = 'jaxx' cannot work: it must be one of the installed backends: jax, torch"),
         (
             "train.engine = 'vlm'",
-            "train.engine = 'vlm' cannot work: it must be one of 'embedded', 'vllm', 'none'; did you mean 'vllm'?",
+            "train.engine = 'vlm' cannot work: it must be one of 'embedded', 'vllm', 'sglang', 'none'; did you mean 'vllm'?",
         ),
         ("train.steps = '48'", "train.steps = '48' cannot work: it must be a whole number"),
         ("train.steps = 1e3", "train.steps = 1000.0 cannot work: it must be a whole number"),

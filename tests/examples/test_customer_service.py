@@ -22,6 +22,7 @@ from examples.customer_service.warm_start import PIECES, batches, talk
 from examples.tiny.chat import CHAT_TEMPLATE, demonstration
 from examples.tiny.model import write_model
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
+from tests.thorough import thorough
 
 pytest.importorskip("openai")
 
@@ -191,6 +192,7 @@ def test_an_instructed_agent_reads_the_policy_first(endpoint: tuple[str, list[An
     assert asked[0] == [{"role": "system", "content": POLICY}, {"role": "user", "content": task.prompt}]
 
 
+@thorough
 def test_two_steps_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"customer_service__warm_start__steps": 2, "customer_service__warm_start__backend": "torch"}
     rows = trained("customer_service/tiny.gin", tmp_path, monkeypatch, **settings)

@@ -15,6 +15,7 @@ from areal_x.testing.models import write_model, write_tokenizer
 from examples.gsm8k.task import INSTRUCTION, gsm8k
 from tests import forking
 from tests.conftest import environment_with
+from tests.experiments import BACKEND
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -67,7 +68,7 @@ def test_the_experiment_starts_rolls_out_scores_and_steps_with_a_tiny_model(file
     bindings = {
         "model.path": str(model),
         "gsm8k.path": files,
-        "train.backend": "jax",
+        "train.backend": BACKEND,
         "train.engine": "embedded",
         "train.steps": 2,
         "train.groups_per_step": 2,

@@ -14,6 +14,7 @@ from examples.arithmetic.task import problems, verify
 from examples.multi_turn_maths.task import asked_again
 from examples.tiny.supervised import supervised_trajectory
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
+from tests.thorough import thorough
 
 
 @pytest.mark.parametrize("file", gin_files("multi_turn_maths"), ids=lambda file: file.stem)
@@ -38,6 +39,7 @@ def test_a_wrong_try_is_followed_by_the_same_problem_and_a_later_success_earns_h
     same_tokens(episode, supervised_trajectory(*parts))
 
 
+@thorough
 def test_two_steps_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "arithmetic__warm_start__steps": 2,

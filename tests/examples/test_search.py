@@ -17,6 +17,7 @@ from examples.search.warm_start import PIECES, batches, given_up, searched
 from examples.tiny.chat import CHAT_TEMPLATE, demonstration
 from examples.tiny.model import write_model
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
+from tests.thorough import thorough
 
 pytest.importorskip("bm25s")
 
@@ -110,6 +111,7 @@ def test_the_library_that_is_shown_is_not_the_one_that_is_asked_about() -> None:
     assert len(same) < 0.02 * len(asked.home)
 
 
+@thorough
 def test_two_steps_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"search__warm_start__steps": 2, "search__warm_start__backend": "torch", "search__questions__people": 208}
     rows = trained("search/tiny.gin", tmp_path, monkeypatch, **settings, search__tools__people=208)

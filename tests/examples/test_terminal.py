@@ -19,6 +19,7 @@ from examples.terminal.warm_start import PIECES, batches, given_up, worked
 from examples.tiny.chat import CHAT_TEMPLATE, demonstration
 from examples.tiny.model import write_model
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         module.warm_start(calls=1.5)
 
 
+@thorough
 def test_two_steps_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"terminal_jobs__warm_start__steps": 2, "terminal_jobs__warm_start__backend": "torch"}
     rows = trained("terminal/tiny.gin", tmp_path, monkeypatch, **settings, **{"test/terminal_jobs.jobs.count": 8})

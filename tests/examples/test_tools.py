@@ -18,6 +18,7 @@ from examples.tools import warm_start as module
 from examples.tools.task import held_out, problems, verify
 from examples.tools.warm_start import PIECES, batches, guessed, worked
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
+from tests.thorough import further
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         module.warm_start(calls=1.5)
 
 
-@pytest.mark.parametrize("file", ["tools", "guessing"])
+@pytest.mark.parametrize("file", ["tools", *further("guessing")])
 def test_two_steps_of_it(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"tools__warm_start__steps": 2, "tools__warm_start__backend": "torch", "tools__held_out__count": 8}
     rows = trained(f"tools/{file}.gin", tmp_path, monkeypatch, **settings)

@@ -19,6 +19,7 @@ from examples.vision import warm_start as module
 from examples.vision.task import CELLS, drawn, pictures, verify
 from examples.vision.warm_start import batches, shown, write_model
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,7 @@ def drawn_first() -> np.ndarray:
     return drawn(rng, int(rng.integers(1, 6)), 32)
 
 
+@thorough
 def test_two_steps_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"vision__warm_start__steps": 2, "vision__pictures__count": 40, "test/vision__pictures__count": 8}
     rows = trained("vision/tiny.gin", tmp_path, monkeypatch, **settings)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_algorithms, of_ends, of_runs, of_trainers
+from tests.mutants import of_algorithms, of_ends, of_kept, of_runs, of_servers, of_trainers
 
-MUTANTS = [*of_algorithms.MUTANTS, *of_trainers.MUTANTS, *of_runs.MUTANTS, *of_ends.MUTANTS]
+MUTANTS = [
+    *of_algorithms.MUTANTS,
+    *of_trainers.MUTANTS,
+    *of_runs.MUTANTS,
+    *of_ends.MUTANTS,
+    *of_kept.MUTANTS,
+    *of_servers.MUTANTS,
+]

@@ -274,6 +274,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        A + "algorithm.py",
+        (f"{T}own_pass.py", "tests/test_own_pass.py"),
+        (
+            "the proximal policy of a step's own pass has a gradient",
+            "    return stop_gradient(lift(policy.logp))",
+            "    return lift(policy.logp)",
+        ),
+        (
+            "later optimizer steps on a batch clip around the policies before themselves",
+            "        if minibatches > 1:",
+            "        if minibatches < 1:",
+        ),
+        (
+            "a correction in the step's own pass is forgotten",
+            "            return AnchoredLoss(self.loss, self.corrections, trained_policy)",
+            "            return AnchoredLoss(self.loss, None, trained_policy)",
+        ),
+    ),
+    *planted(
         A + "proximal.py",
         (f"{T}proximal.py",),
         (
@@ -353,8 +372,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a recomputed proximal policy is not used",
-            "        proximal_logp=batch.behavior_logp if recomputed is None else recomputed,",
-            "        proximal_logp=batch.behavior_logp,",
+            "        proximal = None if own_pass else models.policy.logprobs(batch)",
+            "        proximal = None if own_pass else batch.behavior_logp",
         ),
         (
             "what a call is credited with is forgotten",

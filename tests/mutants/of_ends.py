@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/engines/vllm/supervisor.py",
+        "areal_x/engines/fleet/supervisor.py",
         ("tests/runtime/test_background.py",),
         (
             "a server that leaves during a heartbeat ends the watch",

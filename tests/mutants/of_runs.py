@@ -12,8 +12,8 @@ MUTANTS: list[Mutant] = [
         ("tests/rollout/test_queue.py",),
         (
             "slow groups are passed over without bound",
-            "        return self._taken(batch) if batch[-1] < self._oldest_unfinished() + self.window else None",
-            "        return self._taken(batch)",
+            "        return batch if batch[-1] < self._oldest_unfinished() + self.window else None",
+            "        return batch",
         ),
         (
             "a slot is free when its group is consumed, before its weights are out",
@@ -41,8 +41,8 @@ MUTANTS: list[Mutant] = [
         ("tests/rollout/test_rollout.py",),
         (
             "an evaluation does not wait for the weights that are on their way",
-            '        self.finish_publication()\n        with waiting("the trainer", "the evaluation"',
-            '        with waiting("the trainer", "the evaluation"',
+            "        self.finish_publication()\n        if returns :=",
+            "        if returns :=",
         ),
         (
             "two publications are under way at a time",
@@ -129,8 +129,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/engines/vllm/slices.py",
-        ("tests/engines/vllm/test_slices.py",),
+        "areal_x/engines/fleet/slices.py",
+        ("tests/engines/fleet/test_slices.py",),
         (
             "each slice may be as long as the whole",
             "    left = most - drawn\n",
@@ -148,8 +148,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/engines/vllm/routing.py",
-        ("tests/engines/vllm/test_fleet.py", "tests/engines/vllm/test_vllm_client.py"),
+        "areal_x/engines/fleet/routing.py",
+        ("tests/engines/fleet/test_fleet.py", "tests/engines/vllm/test_vllm_client.py"),
         (
             "a block's name does not depend on what stands before it",
             "        chain = hash((chain, data[4 * start : 4 * end]))",
@@ -157,7 +157,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/engines/vllm/dispatcher.py",
+        "areal_x/engines/fleet/dispatcher.py",
         ("tests/engines/vllm/test_vllm_spread.py",),
         (
             "a new request goes before those that wait",
@@ -166,8 +166,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/engines/vllm/fleet.py",
-        ("tests/engines/vllm/test_fleet.py",),
+        "areal_x/engines/fleet/fleet.py",
+        ("tests/engines/fleet/test_fleet.py",),
         (
             "a server that comes back serves with old weights",
             "        if not self._is(name, State.CHECKING) or version != self.target:",

@@ -78,8 +78,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "torch: the gradient lacks the temperature",
-            "        scaled = grad[:, None] / how.temperature",
-            "        scaled = grad[:, None]",
+            "            grad / how.temperature,\n",
+            "            grad,\n",
         ),
         (
             "torch: the entropy has the wrong sign",
@@ -97,8 +97,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: the loss is averaged over micro-batches",
-            "            return jnp.sum(micro.weights * terms), means",
-            "            return jnp.sum(micro.weights * terms) / count, means",
+            "            return jnp.sum(micro.weights * terms), (means, logp)",
+            "            return jnp.sum(micro.weights * terms) / count, (means, logp)",
         ),
         (
             "JAX: a step whose gradient is not finite is taken",
@@ -224,8 +224,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "torch: top-k keeps one token more",
-            "    within_k = (top_k == 0) | (rank < top_k)",
-            "    within_k = (top_k == 0) | (rank <= top_k)",
+            "    allowed = ((top_k == 0) | (rank < top_k))",
+            "    allowed = ((top_k == 0) | (rank <= top_k))",
         ),
         (
             "torch: top-p leaves out the token that reaches it",
@@ -243,8 +243,8 @@ MUTANTS: list[Mutant] = [
         SAMPLERS,
         (
             "JAX: log-probabilities leave out the mass that top-p and top-k cut off",
-            "    return tokens, jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(total)",
-            "    return tokens, jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(jnp.exp(scaled).sum(-1))",
+            "    logprobs = jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(total)",
+            "    logprobs = jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(jnp.exp(scaled).sum(-1))",
         ),
         (
             "JAX: sampling ignores the temperature",

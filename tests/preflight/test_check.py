@@ -18,15 +18,19 @@ from packaging.requirements import Requirement
 from areal_x import check, train
 from areal_x.algorithms import recipes
 from areal_x.algorithms.arrays import masked
+from areal_x.cluster.config import ClusterConfig
 from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.engines.sglang.config import SGLangConfig
 from areal_x.engines.vllm.engine import VLLMConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
-from areal_x.preflight import algorithm, data, memory, model, servers, storage, tokens, versions
+from areal_x.preflight import algorithm, data, deltas, memory, model, servers, storage, tokens, versions
+from areal_x.preflight import cluster as nodes
 from areal_x.preflight.finding import run_check
 from areal_x.protocols.backends import Devices
-from areal_x.protocols.engine import EngineError, SamplingParams
+from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, OptimizerConfig
+from areal_x.testing.models import write_model
 from areal_x.types import Batch, Group, Policy, Task
 from areal_x.workflows.single_turn import SingleTurn
 from tests import forking
@@ -34,6 +38,7 @@ from tests.config.test_bad_input import RECIPES
 from tests.conftest import environment_with
 from tests.experiments import TASKS, tiny_experiment
 from tests.ones import counts_ones
+from tests.thorough import further
 
 GPU = Devices("cuda", 1, 80 * 10**9)
 ROOT = Path(__file__).parents[2]
@@ -91,9 +96,28 @@ def test_sampling_that_the_trainer_does_not_compute_is_refused_with_its_place(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for main in (check.main, train.main):
-        assert main(command("sampling.top_p = 0.9", model=tiny_model_dir, tmp_path=tmp_path)) == 1
+        assert main(command("sampling.temperature = 0.0", model=tiny_model_dir, tmp_path=tmp_path)) == 1
         said = capsys.readouterr().err
-        assert said.startswith('error: -b "sampling.top_p = 0.9": sampling.top_p = 0.9 cannot work: it must be 1.0 in training')
+        assert said.startswith(
+            'error: -b "sampling.temperature = 0.0": sampling.temperature = 0.0 cannot work: it must be above 0'
+        )
+
+
+def test_servers_that_could_not_divide_the_model_are_a_problem(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size, status, start in ((2, 0, "ok       parallel sizes: each server on 2 acc"), (3, 1, "PROBLEM  parallel sizes: ")):
+        bindings = ("train.engine = 'sglang'", "sglang.python = 'none'", f"sglang.tensor = {size}")
+        check.main(command(*bindings, model=tiny_model_dir, tmp_path=tmp_path))
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "parallel sizes" in line]
+        assert line.startswith(start)
+        assert ("sglang.tensor = 3 cannot work: it must be 1 or 2: the model's 4 attention heads" in line) == bool(status)
+
+
+def test_what_deltas_take_is_a_finding(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check.main(command("train.engine = 'vllm'", "vllm.delta = 9", model=tiny_model_dir, tmp_path=tmp_path))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "deltas:" in line]
+    assert re.search(r"ok +deltas: 2 versions of the weights in the trainer's host memory, \S+ MB, and up to 2 in /", line)
 
 
 def test_a_model_that_a_function_makes_is_not_made_while_there_are_problems(checked: Any, tmp_path: Path) -> None:
@@ -233,7 +257,15 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *OTHERS])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *(("torch", name) for name in (*RECIPES, *OTHERS)),
+        *(("jax", name) for name in ("ppo", "own")),
+        *further(*(("jax", name) for name in (*RECIPES, *OTHERS) if name not in ("ppo", "own"))),
+    ],
+    indirect=["backend"],
+)
 def test_every_recipe_and_a_loss_that_is_well_have_no_problem(name: str, backend: str) -> None:
     made = {**RECIPES, **OTHERS}[name]
     size = 1 if made.advantages is None or "greedy" in made.needs else 4
@@ -269,7 +301,7 @@ def test_a_package_of_another_version_or_none_is_named_with_what_installs_it() -
 def test_a_vllm_whose_endpoints_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(name="vllm", version="0.33.1", requires=[])
     find = versions.find_package
-    monkeypatch.setattr(versions, "find_package", lambda name: other if name in versions.VLLM else find(name))
+    monkeypatch.setattr(versions, "find_package", lambda name: other if name in versions.DISTRIBUTIONS else find(name))
     with pytest.raises(UserError, match=r"vllm 0\.33\.1 is installed, .* pip install 'vllm==0\.32\.\*'"):
         versions.check_versions("jax", with_vllm=True)
     assert "vllm" not in versions.check_versions("jax", with_vllm=False)
@@ -389,11 +421,12 @@ def test_checkpoints_and_weights_that_will_not_fit_on_the_disk(
         ConfigError, match=r"train\.keep_checkpoints = 2 .* 3 times a checkpoint of 1\.[0-9]+ MB .* 1 MB are free"
     ):
         storage.check_disk(experiment, tiny)
-    many = replace(experiment, vllm=VLLMConfig(staging="/tmp"))
-    assert "1 MB are free" in storage.check_staging(many, tiny, on_cpu=True)
+    config = VLLMConfig(staging="/tmp")
+    many = replace(experiment, vllm=config)
+    assert "1 MB are free" in storage.check_staging(many, config, tiny, on_cpu=True)
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"vllm\.staging = '/tmp' .* the size of the weights"):
-        storage.check_staging(many, tiny, on_cpu=True)
+        storage.check_staging(many, config, tiny, on_cpu=True)
 
 
 def test_a_checkpoint_takes_what_was_counted(experiment: Experiment, tiny: model.Model) -> None:
@@ -448,11 +481,82 @@ def test_what_does_not_fit_names_what_to_lower(experiment: Experiment, parameter
     assert "of the 80 GB that each device has" in str(raised.value)
 
 
+def test_servers_of_either_program_are_counted_among_what_the_nodes_need(experiment: Experiment) -> None:
+    described = []
+    for made in (VLLMConfig, SGLangConfig):
+        config = made(least=2, most=3, tensor=2)
+        placement = ClusterConfig(server_cpus=6)
+        changes = {"engine": config.binding, "cluster": "ray", "placement": placement, config.binding: config}
+        run = replace(experiment, backend="jax", **changes)
+        described.append(nodes.described(run, [{"CPU": 8.0, "GPU": 8.0}]))
+        assert run.other_cpus() == 3 * 6
+        *_, need = nodes.needs(run, [{"CPU": 8.0, "GPU": 8.0}])
+        assert need.count_setting == f"{config.binding}.servers"
+        assert run.completed(config, placed=True).threads == 3
+    assert described[0] == described[1] == "1 rank on a node each, with all of its GPUs; 2 servers of 2 GPU and 6 CPU"
+    beside = replace(run, engine="embedded", vllm=VLLMConfig(tensor=8))  # whose servers it does not start
+    assert nodes.described(beside, [{"CPU": 8.0, "GPU": 8.0}]) == "1 rank on a node each, with all of its GPUs"
+    assert servers.check_sglang_servers(config, placed=True).startswith("2 to 3 will be started on the nodes of the cluster")
+
+
 def test_servers_on_gpus_of_their_own_take_nothing_of_the_trainers(experiment: Experiment) -> None:
     shared = replace(experiment, engine="vllm", vllm=VLLMConfig(arguments=("--gpu-memory-utilization", "0.4")))
     assert memory.estimate(shared, qwen(10**9), GPU).engine == 0.4 * 80e9
     assert memory.estimate(replace(experiment, engine="vllm", vllm=VLLMConfig(devices=("1",))), qwen(10**9), GPU).engine == 0
+    wide = replace(experiment, engine="vllm", vllm=VLLMConfig(servers=2, tensor=2, data=2))
+    assert memory.estimate(wide, qwen(10**9), Devices("cpu", 1, None)).engine == 4 * (4e9 + 2e9)  # fp32, in each engine whole
     assert memory.estimate(replace(shared, cluster="ray"), qwen(10**9), GPU).engine == 0  # Ray gives them others
+
+
+def test_two_versions_beside_the_trainer_and_two_beside_each_machines_servers_are_counted_for_deltas(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, here = Devices("cpu", 1, None), "http://127.0.0.1:8000"
+
+    def memory_of(**changes: Any) -> float:
+        run = replace(experiment, engine="vllm", **changes)
+        return memory.estimate(run, qwen(10**9), cpu).deltas / 1e9
+
+    monkeypatch.setattr(deltas, "default_parent", lambda: Path("/dev/shm"))
+    version = 4  # GB in fp32
+    assert memory_of(vllm=VLLMConfig()) == 0
+    shared, on_disk = VLLMConfig(delta=9), VLLMConfig(delta=9, delta_cache=str(tmp_path))
+    assert memory_of(vllm=shared) == 4 * version
+    assert memory_of(vllm=on_disk) == 2 * version
+    assert memory_of(vllm=replace(shared, servers=3)) == 4 * version  # one cache for a machine's servers
+    assert memory_of(vllm=replace(shared, urls=("http://far:8000",), staging="/far")) == 2 * version
+    assert memory_of(vllm=replace(shared, urls=("http://far:8000", here), staging="/far")) == 4 * version
+    assert memory_of(vllm=shared, cluster="ray") == 0  # neither is here
+    assert memory.estimate(replace(experiment, engine="vllm", vllm=shared), qwen(10**9), GPU).deltas == 0
+
+    def refused(free: float, host: float, config: VLLMConfig, on_cpu: bool = False, **changes: Any) -> str:
+        monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free))
+        monkeypatch.setattr(deltas, "host_memory", lambda: host)
+        monkeypatch.setattr(memory, "host_memory", lambda: host)
+        run = replace(experiment, engine="vllm", vllm=config, **changes)
+        room = deltas.delta_room(run, qwen(10**9), on_cpu)
+        assert room is not None
+        try:
+            deltas.check_deltas(run, qwen(10**9), room, on_cpu)
+            memory.check_memory(run, qwen(10**9), cpu if on_cpu else replace(GPU, memory=10**12))
+        except ConfigError as error:
+            return f"{error}"
+        return ""
+
+    apart = replace(on_disk, staging="/proc")  # another file system than the cache's; in bf16 a version is 2 GB
+    assert refused(4e9, 4e9, apart) == ""
+    assert re.search(
+        r"vllm\.delta_cache = .* room for 2 versions of the weights, 4 GB: /.* has 3\.9 GB", refused(3.9e9, 4e9, apart)
+    )
+    assert re.search(r"vllm\.delta = 9 .* 0, or a machine with more memory than 3\.9 GB", refused(4e9, 3.9e9, apart))
+    beside = replace(on_disk, staging=str(tmp_path))
+    assert refused(6e9, 4e9, beside) == ""
+    assert "4 GB beside the staged one, 2 GB" in refused(5.9e9, 4e9, beside)
+    assert refused(0, 0, apart, cluster="ray") == ""  # the machines that serve and train are others
+    need = memory.estimate(replace(experiment, engine="vllm", vllm=apart), qwen(10**9), cpu)
+    whole = need.state + need.activations + need.engine + 8e9
+    assert refused(8e9, whole, apart, on_cpu=True) == ""
+    assert re.search(r"vllm\.delta = 9 .* 0: .* deltas 8 GB, of the", refused(8e9, whole - 1, apart, on_cpu=True))
 
 
 # ---- servers
@@ -461,7 +565,7 @@ def test_servers_on_gpus_of_their_own_take_nothing_of_the_trainers(experiment: E
 def test_servers_that_are_not_there(experiment: Experiment, tiny_model_dir: Path) -> None:
     with pytest.raises(UserError, match=r"no healthy vLLM server answers at http://127\.0\.0\.1:1:"):
         servers.check_engine_servers(VLLMConfig(urls=("http://127.0.0.1:1",)))
-    with pytest.raises((UserError, EngineError), match=r"no vLLM server answers at http://127\.0\.0\.1:1"):
+    with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:1, which is to be the reference or teacher"):
         servers.check_scoring_servers(experiment, ["http://127.0.0.1:1"], tiny_model_dir)
 
 
@@ -478,6 +582,8 @@ def test_prompts_with_images_need_a_model_and_an_engine_that_see(experiment, tin
     assert "22 tokens" in fit(replace(experiment, backend="torch"), pictures(3), seeing)
     with pytest.raises(ConfigError, match=r"train\.backend = 'jax' .* 'torch', whose embedded engine supports images"):
         fit(replace(experiment, backend="jax"), pictures(3), seeing)
+    with pytest.raises(ConfigError, match=r"train\.engine = 'sglang' .* 'vllm', or 'embedded' .* not send to SGLang"):
+        fit(replace(experiment, backend="torch", engine="sglang"), pictures(3), seeing)
     with pytest.raises(UserError, match="reads text only"):
         fit(replace(experiment, backend="torch"), pictures(3), tiny)
 
@@ -525,3 +631,37 @@ def test_an_answer_that_could_not_end(tiny: model.Model) -> None:
         tokens.check_end_tokens(Ending(None), tiny)
     with pytest.raises(UserError, match="the end token 99 is outside the vocabulary of 44"):
         tokens.check_end_tokens(Ending(99), tiny)
+
+
+# ---- models of other families
+
+
+def test_a_config_has_common_names_and_transformers_defaults() -> None:
+    small = model.with_defaults({"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 3})
+    names = "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"
+    assert [small[name] for name in names] == [48, 4, 3, 50257]
+    sees = {"model_type": "qwen3_vl", "text_config": {"hidden_size": 40}, "vision_config": {}}
+    assert model.with_defaults(sees)["hidden_size"] == 40
+    for unread in ({"model_type": "mystery", "a": 1}, {"model_type": "qwen3", "num_hidden_layers": "two"}, {"model_type": [1]}):
+        assert model.with_defaults(unread) == unread
+
+
+def test_a_model_with_names_of_its_own_is_checked_whole_and_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("areal_x_torch")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    directory = write_model(tmp_path / "model")  # for its tokenizer
+    config = GPT2Config(vocab_size=44, n_embd=32, n_head=2, n_layer=2, n_positions=512, bos_token_id=1, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(directory)
+
+    def said(backend: str) -> list[str]:
+        check.main(command(f"train.backend = '{backend}'", model=directory, tmp_path=tmp_path))
+        lines = capsys.readouterr().out.splitlines()
+        assert any(" memory: " in line for line in lines) == (backend == "torch")
+        return [line for line in lines if line.startswith("PROBLEM") and " versions: " not in line]
+
+    assert said("torch") == []
+    (refused,) = said("jax")
+    assert "GPT2LMHeadModel" in refused

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -17,15 +18,17 @@ from hypothesis import strategies as st
 from areal_x.errors import UserError
 from areal_x.run.group_bytes import decode, decode_array, encode, encode_array
 from areal_x.run.journal import Journal
-from areal_x.types import Episode, Failed, Group, Images, Scored, Task, TimedOut, Trajectory
+from areal_x.types import Episode, Failed, Group, Images, Kept, Scored, Task, TimedOut, Trajectory
+from tests.kept import kept_with
 
 TASKS = [Task(f"task {i}", f"{i}") for i in range(100)]
 
 
-def trajectory(length=5, experts=False, images=False, seed=0):
+def trajectory(length=5, experts=False, images=False, seed=0, kept=False):
     rng, prompt = np.random.default_rng(seed), length // 2
+    tokens = rng.integers(0, 152_000, length).astype(np.int32)
     return Trajectory(
-        tokens=rng.integers(0, 152_000, length).astype(np.int32),
+        tokens=tokens,
         mask=np.arange(length) >= prompt,
         logprobs=-rng.exponential(1, length).astype(np.float32),
         versions=np.where(np.arange(length) >= prompt, 3, -1).astype(np.int32),
@@ -34,6 +37,7 @@ def trajectory(length=5, experts=False, images=False, seed=0):
         finish_reason="length",
         experts=rng.integers(-1, 8, (length, 2, 3)).astype(np.int16) if experts else None,
         images=Images(rng.normal(size=(8, 6)).astype(np.float32), np.array([[1, 2, 4]], np.int32)) if images else None,
+        kept=Kept.joined([Kept.everything(prompt), kept_with(tokens[prompt:], 152_000, seed)]) if kept else None,
     )
 
 
@@ -61,10 +65,26 @@ def assert_same(x, y):
 @pytest.mark.parametrize("length", [0, 1, 40])
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("images", [False, True])
-def test_a_group_comes_back_to_the_last_bit(length, experts, images):
-    pair = Episode(Scored(-0.1, {"a": 1.5}), (trajectory(length, experts, images), trajectory(length + 1)))
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_group_comes_back_to_the_last_bit(length, experts, images, kept):
+    given = (
+        trajectory(length, experts, images, kept=kept),
+        trajectory(length + 1),
+        trajectory(length + 2, seed=1, kept=kept),
+    )
+    pair = Episode(Scored(-0.1, {"a": 1.5}), given)
     written = Group(TASKS[4], 9, 2, (pair, Episode(Failed("x: ü")), Episode(TimedOut(2.5)), Episode(Scored(1.0))), 0.25)
     assert_same(decode(encode(written), TASKS[4], 9, 2), written)
+
+
+def test_a_journal_from_before_truncated_sampling_was_recorded_is_still_read():
+    written = Group(TASKS[4], 9, 2, (Episode(Scored(1.0), (trajectory(), trajectory(7))),))
+    content = encode(written)
+    end = 4 + int.from_bytes(content[:4], "little")
+    head = json.loads(zlib.decompress(content[4:end]))
+    del head["kept"]
+    old = zlib.compress(json.dumps(head).encode())
+    assert_same(decode(len(old).to_bytes(4, "little") + old + content[end:], TASKS[4], 9, 2), written)
 
 
 def test_images_that_episodes_share_are_written_once_and_shared_again():

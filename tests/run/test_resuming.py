@@ -118,7 +118,7 @@ class Lives:
         return durable
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_after_any_loss_of_power_nothing_is_trained_on_twice_or_lost_and_no_group_is_too_old(tmp_path_factory, seed):
     folder = tmp_path_factory.mktemp("power")

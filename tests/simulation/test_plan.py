@@ -22,6 +22,7 @@ from areal_x.simulation.planner import (
     search,
     splits,
 )
+from tests.thorough import further
 
 # 16 tokens in steps of 1/8 s; a batch of 2 x 4 sequences of 16 + 8 tokens trains in 3 s on one accelerator.
 PROFILE = Profile(0.125, 0.0, np.inf, 1 / 64, 0.5, 0.25, np.full(5, 16, np.int32), 8, 8)
@@ -144,18 +145,28 @@ def test_the_command_says_what_to_bind_and_draws_it(tmp_path, capsys):
 SIZES = ["--parameters", "7e9", "--flops", "1e15", "--bandwidth", "3e12", "--mean-length", "100"]
 
 
-def test_on_nodes_the_command_recommends_whole_servers(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("engine", "sizes"),
+    [
+        ("vllm", "vllm.tensor = 3\n"),
+        *further(("vllm", "vllm.arguments = ('--tensor-parallel-size', '3')\n"), ("sglang", "sglang.tensor = 3\n")),
+    ],
+    ids=["vllm", "old file", "sglang"],
+)
+def test_on_nodes_the_command_recommends_whole_servers(tmp_path, capsys, engine, sizes):
     file = tmp_path / "run.gin"
-    file.write_text("train.engine = 'vllm'\ntrain.backend = 'torch'\nvllm.arguments = ('--tensor-parallel-size', '3')\n")
-    nodes = ["--nodes", "2", "--gpus-per-node", "8", "--plot", str(tmp_path / "plan.png")]
+    few = "train.groups_per_step = 4\ntrain.group_size = 4\n"  # the simulation takes a time in proportion
+    file.write_text(f"train.engine = '{engine}'\ntrain.backend = 'torch'\n{few}{sizes}")
+    nodes = ["--nodes", "2", "--gpus-per-node", "4", "--plot", str(tmp_path / "plan.png")]
     assert plan.main([str(file), *nodes, *SIZES]) == 0
     said = " ".join(capsys.readouterr().out.split())
     found = re.search(r"fastest\): (\d+) to generate \((\d) servers of 3\), (\d+) to train(, (\d+) unused)?", said)
     assert found, said
     generation, servers, training = (int(found[i]) for i in (1, 2, 3))
     assert generation == 3 * servers
-    assert servers <= 4
-    assert generation + training + int(found[5] or 0) == 16
+    assert servers <= 2
+    assert generation + training + int(found[5] or 0) == 8
+    assert f"{engine}.concurrency = " in said
 
 
 @pytest.mark.parametrize(
@@ -169,8 +180,8 @@ def test_on_nodes_the_command_recommends_whole_servers(tmp_path, capsys):
             "error: --accelerators = 16 cannot work: it must be left",
         ),
         (
-            ["--nodes", "2", "--gpus-per-node", "8", *SIZES, "-b", "vllm.arguments = ('-tp', '16')"],
-            "cannot work: it must be those of a server of at most 8 accelerators, as many as a node has",
+            ["--nodes", "2", "--gpus-per-node", "8", *SIZES, "-b", "vllm.tensor = 4", "-b", "vllm.data = 8"],
+            "vllm.data = 8 cannot work: it must be smaller: a server has 32 accelerators (tensor 4, data 8), and a node 8",
         ),
         (
             ["--nodes", "2", "--gpus-per-node", "8", *SIZES, "-b", "mesh.tensor = 16"],

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int16, Int32
 
 from areal_x.agents.chat.calls import Call
-from areal_x.types import Trajectory
+from areal_x.types import Kept, Trajectory
 
 Kind = Literal["first", "continued", "rewritten", "forked"]
 KINDS: tuple[Kind, ...] = ("first", "continued", "rewritten", "forked")
@@ -120,6 +120,7 @@ def _from_call(index: int, call: Call) -> MergedTrajectory:
         None,
         completion.finish_reason,
         completion.experts,
+        kept=completion.kept,
     )
     return MergedTrajectory(trajectory, (Span(index, context, len(trajectory)),))
 
@@ -138,6 +139,7 @@ def _extended(merged: MergedTrajectory, index: int, call: Call) -> MergedTraject
         versions=np.concatenate([old.versions, new.versions[held:]]),
         finish_reason=new.finish_reason,
         experts=_experts(old, new),
+        kept=_kept(old, call),
     )
     return MergedTrajectory(
         trajectory, (*merged.spans, Span(index, len(call.prompt), len(trajectory)))
@@ -151,3 +153,18 @@ def _experts(old: Trajectory, new: Trajectory) -> Int16[np.ndarray, "T layers pe
     if old.experts is None or new.experts is None:
         return None
     return np.concatenate([old.experts[:-1], new.experts[len(old) - 1 :]])
+
+
+def _kept(old: Trajectory, call: Call) -> Kept | None:
+    """Returns what was kept at each token when it was sampled; None if nothing was left out at
+    any."""
+    new = call.completion
+    if old.kept is None and new.kept is None:
+        return None
+    return Kept.joined(
+        [
+            old.kept or Kept.everything(len(old)),
+            Kept.everything(len(call.prompt) - len(old)),
+            new.kept or Kept.everything(len(new.tokens)),
+        ]
+    )

@@ -17,7 +17,7 @@ from jaxtyping import Int32
 
 from areal_x.agents.chat.parsing import Reply, ToolCall
 from areal_x.agents.chat.rendering import TemplateRenderer, Tools, Unrenderable
-from areal_x.engines.vllm.failures import ServerLost, ServerRefused
+from areal_x.engines.fleet.failures import ServerLost, ServerRefused
 from areal_x.protocols.engine import ChatServer
 from areal_x.types import Message
 

@@ -20,6 +20,7 @@ from areal_x.agents.gateway.exchange import (
     Positive,
     Probability,
     RequestedSampling,
+    Share,
     Temperature,
     Text,
     ToolName,
@@ -129,6 +130,7 @@ class ChatCompletionRequest(Body):
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: Count | None = None
+    min_p: Share | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
@@ -178,6 +180,7 @@ class ChatCompletions:
             parsed.temperature,
             parsed.top_p,
             parsed.top_k,
+            parsed.min_p,
         )
         self.chat_request = chat_request_of(parsed)
 

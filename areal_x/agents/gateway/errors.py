@@ -14,8 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_x.errors import UserError
-from areal_x.protocols.engine import EngineError, PromptTooLong
+from areal_x.protocols.engine import EngineError, PromptTooLong, SamplingParams
 
+NO_PENALTY = ("frequency_penalty", "presence_penalty")  # which clients send with the value 0
 SUPPORTED = "docs/gateway.md lists what is supported"
 
 # Each API's name for a status. A status that is missing here uses that of its hundred.
@@ -112,6 +113,12 @@ def _of_the_body(part: str | int) -> bool:
     return isinstance(part, int) or (re.fullmatch("[a-z_]+", part) is not None and part != "str")
 
 
+def _reason(param: str, message: str) -> str:
+    """Returns why a parameter that may only have the value without an effect is refused, or
+    pydantic's message."""
+    return SamplingParams.REFUSED[param] if param in NO_PENALTY else message
+
+
 def _invalid(error: ValidationError) -> ApiError:
     """Reports the deepest finding, which is the most informative: for a value that may be text or a
     list, the other branches fail at its top."""
@@ -122,13 +129,13 @@ def _invalid(error: ValidationError) -> ApiError:
         case "json_invalid":
             return ApiError(400, f"the body is not JSON: {worst['ctx']['error']}", "invalid_json")
         case "extra_forbidden":
-            return unsupported(param, SUPPORTED)
+            return unsupported(param, SamplingParams.REFUSED.get(param, SUPPORTED))
         case "missing":
             return ApiError(400, f"{param} is missing", "missing_required_parameter", param)
         case _:
             return ApiError(
                 400,
-                f"{param or 'the body'} cannot work: {worst['msg']}",
+                f"{param or 'the body'} cannot work: {_reason(param, worst['msg'])}",
                 "invalid_value",
                 param or None,
             )

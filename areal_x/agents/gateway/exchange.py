@@ -27,6 +27,7 @@ IGNORED: Any = None  # the default of parameters that are accepted without effec
 Zero = Annotated[float, Field(ge=0, le=0)]
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -64,6 +65,7 @@ class RequestedSampling:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
 
 
 @dataclass(frozen=True)

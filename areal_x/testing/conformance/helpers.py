@@ -16,7 +16,7 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import Sampler, SlotRequest
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x.types import Batch, Policy, Trajectory
+from areal_x.types import Batch, Kept, Policy, Trajectory
 
 STILL = OptimizerConfig(learning_rate=1e-30, weight_decay=0.0)
 LENGTHS = (12, 7, 20, 15, 2, 18, 9, 1, 11, 16, 13, 6)
@@ -120,18 +120,35 @@ def sample_to_end(
     sampler: Sampler, requests: list[SlotRequest], steps: int = 7
 ) -> dict[int, tuple[list[int], list[float]]]:
     """Returns tokens and log-probabilities of each slot once all have finished."""
+    return {
+        slot: (tokens, logprobs)
+        for slot, (tokens, logprobs, _) in sample_with_kept(sampler, requests, steps).items()
+    }
+
+
+def sample_with_kept(
+    sampler: Sampler, requests: list[SlotRequest], steps: int = 7
+) -> dict[int, tuple[list[int], list[float], Kept | None]]:
+    """Returns the same, and what was kept at each token (None if nothing was reported)."""
     sampler.fill(requests)
-    found: dict[int, tuple[list[int], list[float]]] = {r.slot: ([], []) for r in requests}
+    found: dict[int, tuple[list[int], list[float], list[Kept]]] = {
+        r.slot: ([], [], []) for r in requests
+    }
     live = set(found)
     while live:
         decoded = sampler.decode(steps, sampler.slots)
-        for slot, (tokens, logprobs) in found.items():
+        for slot, (tokens, logprobs, kept) in found.items():
             count = decoded.counts[slot]
             tokens.extend(decoded.tokens[slot, :count].tolist())
             logprobs.extend(decoded.logprobs[slot, :count].tolist())
+            if count and slot in decoded.kept:
+                kept.append(decoded.kept[slot])
             if decoded.finished[slot]:
                 live.remove(slot)
-    return found
+    return {
+        slot: (tokens, logprobs, Kept.joined(kept) if kept else None)
+        for slot, (tokens, logprobs, kept) in found.items()
+    }
 
 
 def each(packed: Packed, x: np.ndarray) -> Iterator[tuple[Trajectory, np.ndarray]]:

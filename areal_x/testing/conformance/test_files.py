@@ -11,7 +11,7 @@ import pytest
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir as files
-from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer import RestsOnHost, Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from areal_x.testing.conformance.helpers import (
     assert_equal_weights,
@@ -64,19 +64,68 @@ def test_a_tied_head_is_published_once(backend: str, other_dir: Path) -> None:
     assert "lm_head.weight" not in names
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_trainer_continues_bit_by_bit(
-    kind: str, backend: str, model_dir: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(kind: str, backend: str, model_dir: Path) -> tuple[Trainer, Trainer]:
+    """Two trainers in the same state, for the tests of a kind: each compiles its own programs."""
     first, second = (trained(backend, model_dir, kind) for _ in range(2))
+    return first, second
+
+
+def test_a_trainer_that_rested_on_the_host_continues_bit_by_bit_and_is_saved_from_there(
+    kind: str, backend: str, pair: tuple[Trainer, Trainer], tmp_path: Path
+) -> None:
+    first, second = pair
+    if not isinstance(second, RestsOnHost):
+        pytest.skip(f"trainers of the backend {backend!r} stay on their devices")
+    for step in range(2):
+        assert learn(first, kind) == learn(second, kind)
+        awake = second.device_bytes()
+        second.rest()
+        second.rest()
+        assert second.device_bytes() == 0
+        for name, trainer in (("awake", first), ("at rest", second)):
+            trainer.save(tmp_path / f"{name} {step}")
+        second.wake()
+        second.wake()
+        assert second.device_bytes() == awake
+    written = sorted(path.name for path in (tmp_path / "awake 1").iterdir())
+    assert "trainer.json" in written
+    for name in written:
+        saved = [(tmp_path / f"{state} 1" / name).read_bytes() for state in ("awake", "at rest")]
+        assert saved[0] == saved[1], name
+    assert_equal_weights(first, second)
+
+
+def test_a_restored_trainer_continues_bit_by_bit(
+    kind: str, pair: tuple[Trainer, Trainer], tmp_path: Path
+) -> None:
+    first, second = pair
     learn(first, kind)
     first.save(tmp_path / "saved")
+    assert second.version < first.version
     second.restore(tmp_path / "saved")
-    assert second.version == first.version == 1
+    assert second.version == first.version
     assert_equal_weights(first, second)
     for _ in range(2):
         assert learn(first, kind) == learn(second, kind)
     assert_equal_weights(first, second)
+
+
+def test_a_frozen_trainer_rests_too(backend: str, model_dir: Path) -> None:
+    trainer = make_trainer(backend, model_dir, frozen=True)
+    if not isinstance(trainer, RestsOnHost):
+        pytest.skip(f"trainers of the backend {backend!r} stay on their devices")
+    batch, _ = packed_batch()
+    before = trainer.logprobs(batch)
+    trainer.rest()
+    assert trainer.device_bytes() == 0
+    trainer.wake()
+    np.testing.assert_array_equal(trainer.logprobs(batch), before)
 
 
 @pytest.mark.parametrize("form", ["portable", "sharded"])

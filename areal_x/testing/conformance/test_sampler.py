@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from areal_x.testing.conformance.helpers import (
     packed_batch,
     policy_gradient,
     sample_to_end,
+    sample_with_kept,
     slot_request,
 )
 from areal_x.testing.reference import Reference
-from areal_x.types import Trajectory
+from areal_x.types import Kept, Trajectory
 
 SLOTS, CONTEXT = 16, 384
 
@@ -37,9 +39,12 @@ def sampler(compiled: Sampler, still: Trainer) -> Sampler:
     return compiled
 
 
-def trajectory(request: SlotRequest, tokens: list[int], logprobs: list[float]) -> Trajectory:
+def trajectory(
+    request: SlotRequest, tokens: list[int], logprobs: list[float], kept: Kept | None = None
+) -> Trajectory:
     answer = np.array(tokens, np.int32), np.array(logprobs, np.float32)
-    return Trajectory.from_completion(request.tokens, *answer, np.zeros(len(tokens), np.int32))
+    versions = np.zeros(len(tokens), np.int32)
+    return Trajectory.from_completion(request.tokens, *answer, versions, kept=kept)
 
 
 def test_what_the_sampler_has(sampler: Sampler) -> None:
@@ -78,22 +83,69 @@ def test_greedy_takes_the_most_likely_token(sampler: Sampler, model_dir: Path) -
     np.testing.assert_allclose(logprobs, after.max(-1), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.6), (7, 0.8), (1, 1.0)])
-def test_truncated_distributions_are_renormalised(
-    top_k: int, top_p: float, sampler: Sampler, model_dir: Path
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0),
+        (5, 1.0, 0.0),
+        (0, 0.6, 0.0),
+        (7, 0.8, 0.0),
+        (1, 1.0, 0.0),
+        (0, 1.0, 0.9),
+        (9, 0.9, 0.85),
+    ],
+)
+def test_truncated_distributions_are_renormalised_over_the_tokens_that_are_reported(
+    top_k: int, top_p: float, min_p: float, sampler: Sampler, model_dir: Path
 ) -> None:
+    truncation: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     requests = [
-        slot_request(slot, 8, 1, seed=slot, temperature=0.9, top_k=top_k, top_p=top_p)
-        for slot in range(SLOTS)
+        slot_request(slot, 8, 1, seed=slot, temperature=0.9, **truncation) for slot in range(SLOTS)
     ]
     logp = Reference(model_dir).distributions(requests[0].tokens, 0.9)[-1]
-    order = np.argsort(-logp)[: top_k or len(logp)]
+    order = np.argsort(-logp)
+    order = order[np.exp(logp[order] - logp.max()) >= min_p][: top_k or len(logp)]
     mass = np.exp(logp[order])
     kept = order[: int((np.cumsum(mass) < top_p * mass.sum()).sum()) + 1]
     expected = np.full(len(logp), -np.inf)
     expected[kept] = logp[kept] - np.log(np.exp(logp[kept]).sum())
-    for (token,), (found,) in sample_to_end(sampler, requests).values():
+    for (token,), (found,), reported in sample_with_kept(sampler, requests).values():
         assert found == pytest.approx(expected[token], abs=TOLERANCE)
+        if requests[0].sampling.truncates:
+            assert reported is not None
+            assert sorted(reported.ids.tolist()) == sorted(kept.tolist())
+        else:
+            assert reported is None
+
+
+def test_logprobs_of_truncated_distributions_are_the_trainers(
+    sampler: Sampler, still: Trainer
+) -> None:
+    """Beside others that leave nothing out or are greedy; with slots that end early, too."""
+    truncated: dict[str, Any] = {"top_p": 0.9, "top_k": 12, "min_p": 0.05}
+    others: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.0, "top_p": 0.5})
+    requests = [
+        slot_request(
+            slot,
+            5 + slot,
+            4 + 2 * slot,
+            seed=slot,
+            **(others[slot % 4] if slot % 4 < 2 else truncated),
+        )
+        for slot in range(SLOTS)
+    ]
+    found = sample_with_kept(sampler, requests)
+    for r in requests:
+        kept = found[r.slot][2]
+        assert (kept is not None) == r.sampling.truncates
+        assert kept is None or 1 <= kept.counts.min() <= kept.counts.max() <= 12
+    made = [trajectory(r, *found[r.slot]) for r in requests if r.slot % 4 != 1]
+    packed = pack(made, 64)
+    assert packed.batch.kept is not None
+    for one, logp in zip(made, packed.gather(still.logprobs(packed.batch)), strict=True):
+        np.testing.assert_allclose(one.logprobs[one.mask], logp[one.mask], atol=TOLERANCE)
+    unaware = still.logprobs(packed.batch.replace(kept=None))
+    assert np.abs(unaware - still.logprobs(packed.batch)).max() > 0.05
 
 
 def test_a_stop_token_ends_the_sequence_and_belongs_to_it(sampler: Sampler) -> None:

@@ -11,11 +11,12 @@ from areal_x.agents.chat.calls import Call
 from areal_x.protocols.engine import Completion
 
 
-def call(prompt, tokens, *, id="0", version=0, logprobs=None, finish_reason="stop", reward=None, experts=None):
+def call(prompt, tokens, *, id="0", version=0, logprobs=None, finish_reason="stop", reward=None, experts=None, kept=None):
     tokens = np.asarray(tokens, np.int32)
     logprobs = np.full(len(tokens), -0.5, np.float32) if logprobs is None else np.asarray(logprobs, np.float32)
     versions = np.full(len(tokens), version, np.int32)
-    return Call(id, np.asarray(prompt, np.int32), Completion(tokens, logprobs, versions, finish_reason, experts), reward)
+    said = Completion(tokens, logprobs, versions, finish_reason, experts, kept)
+    return Call(id, np.asarray(prompt, np.int32), said, reward)
 
 
 def generated(calls):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_x.agents.chat.merging import merge_calls, separate_calls
-from areal_x.types import NOT_THE_POLICY
+from areal_x.types import NOT_THE_POLICY, Kept
 from tests.agents.chat.calls import Agent, call, generated, trained
 
 STEPS = st.lists(st.sampled_from(["continue", "retry", "fork", "rewrite", "sub-agent"]), min_size=1, max_size=12)
@@ -117,6 +117,22 @@ def test_a_token_keeps_the_experts_of_when_it_was_first_read():
     assert item.trajectory.experts.ravel().tolist() == [10, 11, 12, 23, 24, -1]
     (item,) = merge_calls([first, call([1, 2, 3, 4, 5], [6])]).trajectories
     assert item.trajectory.experts is None
+
+
+def test_a_token_keeps_what_could_be_sampled_in_its_place():
+    def kept(*ids):
+        return Kept(np.array([len(x) for x in ids], np.int32), np.concatenate(ids).astype(np.int32))
+
+    first = call([1, 2], [3, 4], kept=kept([3, 9], [4]))
+    (item,) = merge_calls([first, call([1, 2, 3, 4, 5], [6], kept=kept([8, 6]))]).trajectories
+    assert item.trajectory.kept.counts.tolist() == [0, 0, 2, 1, 0, 2]
+    assert item.trajectory.kept.ids.tolist() == [3, 9, 4, 8, 6]
+    (item,) = merge_calls([first, call([1, 2, 3, 4, 5], [6])]).trajectories
+    assert item.trajectory.kept.counts.tolist() == [0, 0, 2, 1, 0, 0]
+    (item,) = merge_calls([call([1, 2], [3]), call([1, 2, 3, 5], [6], kept=kept([8, 6]))]).trajectories
+    assert item.trajectory.kept.counts.tolist() == [0, 0, 0, 0, 2]
+    (item,) = merge_calls([call([1, 2], [3]), call([1, 2, 3, 5], [6])]).trajectories
+    assert item.trajectory.kept is None
 
 
 def test_nothing_that_was_generated_gives_no_line():

@@ -7,9 +7,10 @@ import pytest
 
 from tests.agents.chat.conversations import FAMILIES
 from tests.agents.chat.talking import TURNS, talked
+from tests.thorough import further
 
 
-@pytest.mark.parametrize("family, backend", [*((family, "torch") for family in FAMILIES), ("qwen3", "jax")])
+@pytest.mark.parametrize("family, backend", [*((family, "torch") for family in FAMILIES), *further(("qwen3", "jax"))])
 def test_the_trainer_says_of_each_token_of_a_conversation_what_the_engine_said(family, backend, tmp_path):
     pytest.importorskip(backend)
     trajectories, recorded, computed = talked(family, backend, tmp_path / "model", range(8), slots=8)

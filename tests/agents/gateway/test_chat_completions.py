@@ -323,6 +323,9 @@ REFUSED = [
     ({"stop": ""}, "stop"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"min_tokens": 5}, "min_tokens"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"min_p": 2}, "min_p"),
     ({"wings": 2}, "wings"),
     ({"response_format": {"type": "grammar"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
@@ -343,6 +346,8 @@ def test_what_cannot_be_done_is_refused_by_name(talk, wrong, param):
         one.openai.post("/chat/completions", body=body, cast_to=object)
     assert error.value.param.startswith(param)
     assert param.split(".")[0] in error.value.message
+    if param in ("logit_bias", "min_tokens", "repetition_penalty", "frequency_penalty"):
+        assert error.value.message.endswith(SamplingParams.REFUSED[param])
     assert not one.engine.requests
     assert one.calls() == ()
 
