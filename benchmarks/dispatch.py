@@ -72,6 +72,7 @@ class Stub(asyncio.Protocol):
     """One connection to a stub server."""
 
     answers: ClassVar[dict[bytes, bytes]] = {
+        b"/version": b'{"version": "0.32.0"}',
         b"/v1/models": json.dumps({"data": [{"id": "policy", "max_model_len": 4096}]}).encode(),
         b"/is_paused": b'{"is_paused": false}',
     }
@@ -209,15 +210,16 @@ async def roll_out(engine: Engine, prompts: np.ndarray, requests: int, in_flight
 
 @asynccontextmanager
 async def asking(part: str, urls: list[str], folder: Path, in_flight: int, prompts: np.ndarray) -> AsyncIterator[AskAll]:
-    from areal_x.engines.vllm.client import VLLMClient, _generate_body
+    from areal_x.engines.fleet.http import Pool
+    from areal_x.engines.vllm.client import VLLMClient
     from areal_x.engines.vllm.config import VLLMConfig
     from areal_x.engines.vllm.engine import VLLMEngine
-    from areal_x.engines.vllm.http import Pool
+    from areal_x.engines.vllm.requests import generate_body
     from areal_x.protocols.engine import Request, SamplingParams
     from areal_x.testing.models import write_model
 
     sampling, path = SamplingParams(max_tokens=NEW), "/inference/v1/generate"
-    body = _generate_body(prompts[0], sampling, "policy", (), None)
+    body = generate_body(prompts[0], sampling, "policy", (), None)
     async with AsyncExitStack() as stack:
         if part in ("rollout", "engine"):
             config = VLLMConfig(urls=tuple(urls), concurrency=-(-in_flight // len(urls)), context=4096, heartbeat_seconds=600.0)

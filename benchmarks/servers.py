@@ -34,9 +34,10 @@ from aiohttp import web
 from model import write_model
 from publish import Weights
 
-from areal_x.engines.vllm import server as servers
+from areal_x.engines.fleet import server as servers
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.server import Launch
 from areal_x.protocols.engine import Request, SamplingParams
 
 NEW_TOKENS = 200
@@ -162,12 +163,12 @@ async def main_with(chosen: argparse.Namespace, folder: Path, mounted: bool) -> 
     )
     engine = VLLMEngine(config, model, folder / "logs")
     third = servers.start(
-        servers.Launch(model, folder / "logs" / "third.log", staging, context=256, concurrency=chosen.requests, seed=77)
+        launch := Launch(model, folder / "logs" / "third.log", staging, context=256, concurrency=chosen.requests, seed=77)
     )
     os.environ[config.key_variable] = third.key
     proxy, load, runner = Proxy(third), Load(engine, Weights(model)), None
     try:
-        await asyncio.gather(engine.start(), servers.wait_until_ready(third, "the third server", 600, print))
+        await asyncio.gather(engine.start(), servers.wait_until_ready(third, launch, "the third server", 600, print))
         runner = await proxy.start()
         await engine.join(proxy.url)
         load.trainer.version = 1

@@ -84,6 +84,7 @@ def rollout_of(
         logs=folder,
         lora=None,
         experts=False,
+        kept=False,
         bindings="",
     )
     with connected(cpus=shards), sharded_on_ray(parts, EpisodeSettings(GROUP), None, print) as sharded:

@@ -72,11 +72,11 @@ CONFIG = {
 }
 
 
-def write_random(directory: Path, config: dict[str, Any]) -> Path:
+def write_random(directory: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """Writes the Hugging Face directory of a random model of this config, without a tokenizer."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    shape, rng = read_architecture(config), np.random.default_rng(0)
+    shape, rng = read_architecture(config), np.random.default_rng(seed)
     sizes_of = parameter_shapes(shape)
     params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), sizes_of)
     named = {name: np.ones_like(x) if name.endswith("norm.weight") else x for name, x in to_tensors(shape, params)}

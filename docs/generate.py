@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md (every configurable) and docs/algorithms.md (every recipe) from docstrings and defaults.
+"""Writes docs/configuration.md (every configurable) and docs/algorithms.md (every recipe) from docstrings and defaults, and
+docs/models.md (every family of models) from the table of the tests that prove each cell.
 
 python docs/generate.py           # writes them
 python docs/generate.py --check   # fails where a file is not what the code says (the tests run this)
@@ -17,6 +18,10 @@ from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.assembly import PARTS, PENALTIES, add_penalties
 from areal_x.config.describe import descriptions, settings_of, split_arguments, summary_of
 from areal_x.config.reader import configurable_modules, registered, short_name
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from tests.model_families import COLUMNS, TITLES, is_proven
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -49,6 +54,28 @@ the one that sampled; r = exp(logp - proximal), and A is the advantage.
 All recipes run synchronously (`train.max_staleness = 0`) and asynchronously, with `train.minibatches` optimizer steps per
 batch. `sft`, `dpo`, `ipo` and `reward_model` train on a dataset: `train.workflow = @demonstrations()` or
 `@preference_pairs()`, and `train.engine = "none"` unless held-out tasks are to be answered.
+"""
+
+MODELS = Path(__file__).with_name("models.md")
+MODELS_HEAD = """# Models
+
+Written by `python docs/generate.py` from the tests that prove each cell (`PROOFS` in tests/model_families.py); do not edit.
+
+| column | what the test shows, with small random models in fp32 |
+|---|---|
+| full | all parameters are trained: gradients and saved files are those of transformers |
+| LoRA | adapters of every kernel: log-probabilities are those of transformers with the products added |
+| tensor, expert, context, stage | the mesh axis of this name gives the numbers of one device |
+| packed | sequences packed into rows have the numbers of each one alone in transformers |
+| images | the same with images in the prompts ([images.md](images.md)) |
+
+Meshes are described for [JAX](jax.md#devices) and for [torch](torch.md#several-processes). "–" is what no test shows: it is
+refused with a sentence, or only not tested. torch trains further causal language models of transformers, and shards models that
+transformers has a plan for, without a test of each ([torch.md](torch.md#models)); [jax.md](jax.md#models) lists what JAX
+supports of each family. `python -m areal_x.check FILE.gin` says of any model whether the chosen backend trains it, and if not,
+which of its unusual parts it has: multi-head latent attention, gated delta rule layers, state-space layers, an
+encoder and others.
+
 """
 
 
@@ -98,13 +125,23 @@ def algorithms() -> str:
     return text
 
 
+def models() -> str:
+    """A row for each family and backend, with what tests prove of it."""
+    rows = [f"| models | `model_type` | backend | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for family, title in TITLES.items():
+        for backend in ("JAX", "torch"):
+            cells = ["yes" if is_proven(family, backend, column) else "–" for column in COLUMNS]
+            rows.append(f"| {title} | `{family}` | {backend} | {' | '.join(cells)} |")
+    return MODELS_HEAD + "\n".join(rows) + "\n"
+
+
 def is_recipe(function: Any) -> bool:
     plain = inspect.unwrap(function)
     return bool(plain.__module__ == recipes.__name__ and "parts" in plain.__code__.co_varnames)
 
 
 if __name__ == "__main__":
-    for file, text in ((PAGE, page()), (ALGORITHMS, algorithms())):
+    for file, text in ((PAGE, page()), (ALGORITHMS, algorithms()), (MODELS, models())):
         if "--check" not in sys.argv:
             file.write_text(text, encoding="utf-8")
         elif not file.is_file() or file.read_text(encoding="utf-8") != text:
