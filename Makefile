@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL := $(PIP) --constraint constraints.txt
 PROJECTS := . backends/jax backends/torch
 LOCK := .venv-lock
+# Of pytest-xdist. On two cores: while one waits for a server or a process, the others compute.
+WORKERS ?= 3
 # SGLang's wheel is of Python 3.11. Its environment has none of the project's packages.
 SGLANG ?= .venv-sglang
 SGLANG_BASE ?= python3.11
@@ -21,13 +23,13 @@ demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX o
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
 
 test: $(VENV)/test.stamp check  ## the suite, against both backends and a real vLLM server for CPU
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 thorough: $(VENV)/test.stamp  ## what make test leaves out: further models, meshes and values of its tests, and searches at random
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "thorough and not cluster and not sglang and not ascend"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "thorough and not cluster and not sglang and not ascend"
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
-	$(BIN)/python -m pytest --quick -n 2 --dist loadgroup tests
+	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadgroup tests
 
 cluster: $(VENV)/test.stamp  ## what happens to a run when processes and nodes of its Ray cluster are killed, at every kind of moment
 	$(BIN)/python -m pytest -m "cluster and not sglang" tests/cluster

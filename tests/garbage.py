@@ -12,9 +12,18 @@ import gc
 import pytest
 
 _returned = False  # whether a test of this module returned all objects to the collections
+_unfreeze = gc.unfreeze
+
+
+def unfreeze() -> None:
+    """gc.unfreeze, with a note: to count the objects that are left out, as gc offers, takes as long as to collect them."""
+    global _returned
+    _returned = True
+    _unfreeze()
 
 
 def pytest_configure() -> None:
+    gc.unfreeze = unfreeze
     gc.disable()  # else half the time of the collection of tests is that of garbage, of which modules make none
 
 
@@ -27,14 +36,14 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """After the fixtures' ends."""
     global _returned
-    _returned |= not gc.get_freeze_count()
     if nextitem is not None and nextitem.path != item.path:
         if _returned:
-            gc.unfreeze()
+            _unfreeze()
         gc.collect()
         _returned = False
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze = _unfreeze
     gc.unfreeze()  # libraries report what is left at the end of Python

@@ -211,7 +211,9 @@ def test_a_run_learns_as_without_and_says_what_it_saved(name: str, tiny_model_di
     pytest.importorskip(f"areal_x_{name}")
     alone, _ = metrics_of(tiny_model_dir, tmp_path / "alone", backend=name)
     shared, turns = metrics_of(tiny_model_dir, tmp_path / "shared", backend=name, share_prompts=True)
-    timed = {key for key in alone[0] if key.endswith(("seconds", "per_second", "idle", "threads"))}
+    # How far the rollout of the next step is by now depends on the machine's speed.
+    timed = {"queue_depth", "generated_tokens", "scored"}
+    timed |= {key for key in alone[0] if key.endswith(("seconds", "per_second", "idle", "threads"))}
     for before, after, turn in zip(alone, shared, turns, strict=True):
         same = before.keys() - timed
         assert {key: after[key] for key in same} == pytest.approx({key: before[key] for key in same}, rel=1e-3, abs=1e-5)
