@@ -113,7 +113,9 @@ def test_gradients_are_those_of_transformers(name: str, directory_of: Directorie
     ours = dict(to_tensors(arch, jax.grad(loss)(params, jnp.asarray(tokens[None]))))
     theirs = torch_gradients(directory, tokens, tmp_path)
     assert ours.keys() == theirs.keys()
-    far = {tensor: float(np.abs(ours[tensor] - x).max() / max(np.abs(x).max(), 1e-6)) for tensor, x in theirs.items()}
+    # That of a bias of keys is 0 but for rounding in layers without rotation: it adds the same to all scores.
+    least = 1e-3 * max(np.abs(x).max() for x in theirs.values())
+    far = {tensor: float(np.abs(ours[tensor] - x).max() / max(np.abs(x).max(), least)) for tensor, x in theirs.items()}
     assert max(far.values()) < 1e-3, max(far, key=far.__getitem__)
 
 
