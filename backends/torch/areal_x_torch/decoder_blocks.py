@@ -25,14 +25,14 @@ from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch.experts import recompute_contexts
 
-# Operations whose results "products" saves: products with kernels, experts' too, and attention, by
-# parts of its kernels' names. Not bmm, which computes scores.
+# Operations whose results "products" saves: products with kernels, experts' too, and attention
+# ("attention" saves these alone), by parts of its kernels' names. Not bmm, which computes scores.
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
-ATTENTION = "attention", "flash_attn"
+ATTENTION = "attention", "flash_attn", "varlen_attn"
 # Bytes saved per token relative to the outputs of its products, in bf16. Measured for Qwen3, Qwen2,
 # Gemma 3 and a mixture of few experts: 4.0, 3.6, 5.3 and 5.4 if nothing is recomputed, and 1.4, 1.4,
-# 1.4 and 2.2 with "products".
-KEPT = {"nothing": 5.5, "products": 2.0}
+# 1.4 and 2.2 with "products". "attention" saves a block's input in fp32 and what attention gives.
+KEPT = {"nothing": 5.5, "products": 2.0, "attention": 0.5}
 
 
 def prepare(
@@ -69,8 +69,8 @@ def recompute(model: PreTrainedModel, how: Callable[[int], str]) -> None:
 def choose(
     config: TrainerConfig, dtype: torch.dtype, products: int, room: int | None, tokens: int
 ) -> str:
-    """Returns what the backward pass recomputes for this many tokens: "nothing", "products" (all
-    but these) or "layers".
+    """Returns what the backward pass recomputes for this many tokens: "nothing", "products" (all but
+    these and attention), "attention" (all but that) or "layers".
 
     "auto" takes the first that fits into the room, and "nothing" if the room is unknown. products:
     see `product_width`.
@@ -147,7 +147,7 @@ def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextMan
     first, again = recompute_contexts()
     if how == "layers":
         return first, again
-    keeps, takes = create_selective_checkpoint_contexts(_policy)
+    keeps, takes = create_selective_checkpoint_contexts(partial(_policy, how == "products"))
     return _both(first, keeps), _both(again, takes)
 
 
@@ -157,7 +157,9 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
         yield
 
 
-def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(
+    products: bool, _: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
-    kept = name in PRODUCTS or any(part in name for part in ATTENTION)
+    kept = (products and name in PRODUCTS) or any(part in name for part in ATTENTION)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

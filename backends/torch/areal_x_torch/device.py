@@ -9,6 +9,10 @@ import torch
 from areal_x.errors import UserError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+# Logits at once where a device's memory is unknown: 64 MiB, in up to three arrays.
+LOGITS = 2**24
+# Part of a device's memory that the logits of one block may take.
+LOGITS_SHARE = 64
 
 
 def find_device() -> torch.device:
@@ -38,6 +42,11 @@ def memory_of(device: torch.device) -> int | None:
         return int(torch.accelerator.get_memory_info(device)[1])
     except (AttributeError, RuntimeError, NotImplementedError):
         return None
+
+
+def logits_at_once(memory: int | None) -> int:
+    """Returns how many logits are computed at a time."""
+    return LOGITS if memory is None else max(LOGITS, memory // (4 * LOGITS_SHARE))
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -25,10 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_x.types import Divergence
 from areal_x_torch.collectives import CopyToGroup, GatherFromGroup
+from areal_x_torch.device import LOGITS
 from areal_x_torch.model import Head, softcapped
 
-# Logits at once if the caller gives no number: 64 MiB, in up to three arrays.
-LOGITS = 2**24
 NARROWEST = 512  # least columns of a block: narrower products are slow
 # Logits of a block that fit a CPU's cache, so that elementwise operations cost little beside the
 # product.
@@ -58,20 +57,21 @@ def logprobs(
     entropy: bool = False,
     teacher: Teacher | None = None,
     kept: Kept | None = None,
+    logits_at_once: int = LOGITS,
 ) -> tuple[Each, Each | None, Each | None]:
     """Returns log softmax(logits / temperature) of the target at each position, in fp32; then, if
     requested, that distribution's entropy and, with a teacher, the divergence of both logits /
     temperature.
 
     `hidden` is the state of the token before the target; the logits are computed in its dtype.
-    chunk: as many logits exist at once as this many positions have; 0 chooses by the vocabulary
-    size. kept: the softmax of a position that has any is over these tokens alone, but not that of a
+    chunk: as many logits exist at once as this many positions have; 0 makes them about
+    `logits_at_once`. kept: the softmax of a position that has any is over these tokens alone, but not that of a
     divergence.
     """
     if head.others is not None:
         hidden = CopyToGroup.apply(hidden, head.others)
     vocabulary, positions = len(head.weight), len(targets)
-    at_once = max(chunk or LOGITS // vocabulary, 1)
+    at_once = max(chunk or logits_at_once // vocabulary, 1)
     if teacher is not None:
         return _by_chunks(hidden, head, targets, temperature, at_once, entropy, teacher, kept)
     # Saved logits are not recomputed, which saves a quarter of the work and is worth the memory of
