@@ -40,6 +40,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
-from update import flops_of, packed, peak_flops
+from update import flops_of, packed
 
 from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import token_mean
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
@@ -87,12 +89,6 @@ QWEN3 = {
     "head_dim": 128,
     "vocab_size": 151936,
 }
-MODELS: dict[str, dict[str, Any]] = {
-    "0.5B": QWEN | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "1.5B": QWEN | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    "tiny": QWEN
-    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
-}
 QWEN3_06B = QWEN3 | {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -104,6 +100,13 @@ QWEN3_4B = QWEN3 | {
     "intermediate_size": 9728,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.5B": QWEN | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "0.6B": QWEN3_06B,
+    "1.5B": QWEN | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "tiny": QWEN
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
 }
 # Rows of one whole sequence: a model, the length and the rank of adapters.
 POINTS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -132,7 +135,13 @@ class JaxDevice:
         self.name = f"{self.device.device_kind} ({self.device.platform}), jax {jax.__version__}"
 
     def products(self, size: int) -> float:
-        return peak_flops(size, 8, jnp.float32 if self.on_cpu else jnp.bfloat16)
+        x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32 if self.on_cpu else jnp.bfloat16)
+        product, least = jax.jit(jnp.matmul), np.inf
+        for _ in range(13):
+            begun = time.perf_counter()
+            jax.block_until_ready(product(x, x))
+            least = min(least, time.perf_counter() - begun)
+        return 2 * size**3 / least
 
     def settle(self, trainer: Any, *others: Any) -> None:
         jax.block_until_ready((trainer.params, *others))
@@ -166,8 +175,8 @@ class TorchDevice:
 
     def products(self, size: int) -> float:
         dtype = self.torch.float32 if self.on_cpu else self.torch.bfloat16
-        x, least = self.torch.ones(size, size, dtype=dtype, device=self.device), np.inf
-        for _ in range(9):
+        x, least = self.torch.randn(size, size, dtype=dtype, device=self.device), np.inf
+        for _ in range(13):
             begun = time.perf_counter()
             x @ x
             self.settle(None)
@@ -209,18 +218,19 @@ def main() -> None:
     for name in [*args.points, *args.models]:
         with tempfile.TemporaryDirectory() as directory:
             trainer, batch, shape, flops, of_six = prepare(args, name, Path(directory))
-            seconds = timed(trainer, of, batch, args.steps)
+            seconds = timed(trainer, of, batch, args)
             best, median, tokens = min(seconds), statistics.median(seconds), int((batch.segment_ids > 0).sum())
             shares = [f"{x / best / y:.1%}" if y else "unknown" for x, y in ((flops, peak), (flops, measured), (of_six, peak))]
             figures = f"{tokens:,} | {best:.3f} | {median:.3f} | {tokens / best:,.0f} | {' | '.join(shares)}"
             lines.append(f"| {name} | {figures} | {of.most_bytes() / 2**30:.1f} GiB |")
             print(lines[-1], flush=True)
-            operations = list(of.spent(trainer, batch, Path(directory)))
-            spent = by_kind(operations)
-            total = sum(spent.values())
-            kinds = ", ".join(f"{kind} {x / total:.0%}" for kind, x in sorted(spent.items(), key=lambda pair: -pair[1]))
-            rest.append(f"{name}, one step's {total / 1e6:.3f} s of operations: {kinds}")
-            rest += longest(operations, args.top)
+            if args.profile:
+                operations = list(of.spent(trainer, batch, Path(directory)))
+                spent = by_kind(operations)
+                total = sum(spent.values())
+                kinds = ", ".join(f"{kind} {x / total:.0%}" for kind, x in sorted(spent.items(), key=lambda pair: -pair[1]))
+                rest.append(f"{name}, one step's {total / 1e6:.3f} s of operations: {kinds}")
+                rest += longest(operations, args.top)
             if args.invariance:
                 rest.append(f"{name}: {moved(trainer, batch)}")
             if args.slots and not name.startswith("4B"):
@@ -240,10 +250,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--row-length", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=4, help="computed at once")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile")
     parser.add_argument("--attention", default="auto", help="model.attention")
     parser.add_argument("--remat", default="auto", help="trainer.remat")
     parser.add_argument("--compile", action="store_true", help="trainer.compile")
+    parser.add_argument("--keep", type=Path, help="writes models here, and reads those that are there")
     parser.add_argument("--top", type=int, default=0, help="shows this many of the longest operations")
+    parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--no-invariance", dest="invariance", action="store_false")
     parser.add_argument("--slots", type=int, default=256, help="of the sampler; 0 for none")
     parser.add_argument("--drawn", type=int, default=256, help="tokens that each slot draws")
@@ -262,7 +275,7 @@ def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Train
         rows = args.rows
         lengths = [part for _ in range(max(args.tokens // length, 1)) for part in cut(length, rng)]
     config = TrainerConfig(
-        model=ModelConfig(str(write_tiled(directory / "model", model)), attention=args.attention),
+        model=ModelConfig(str(write_tiled((args.keep or directory) / name, model)), attention=args.attention),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         lora=LoRAConfig(rank=rank),
         micro_batch_rows=rows,
@@ -271,8 +284,9 @@ def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Train
     )
     trainer, shape = create_trainer(args.in_process, config), read_architecture(model)
     sequences = [rng.integers(0, shape.vocab, length) for length in lengths]
-    batch = packed(sequences, length)
-    batch = batch.replace(advantages=np.ones(batch.shape, np.float32), proximal_logp=trainer.logprobs(batch))
+    batch = in_rows(sequences, length)
+    proximal_logp = np.full(batch.shape, -np.log(shape.vocab), np.float32)  # about what a random model gives
+    batch = batch.replace(advantages=np.ones(batch.shape, np.float32), proximal_logp=proximal_logp)
     tokens, of_step = sum(lengths), flops_of(shape, np.array(lengths))
     without_attention = flops_of(shape, np.ones(tokens))
     if rank:  # the frozen kernels' own gradients are not computed; an adapter's are too few to count
@@ -280,8 +294,27 @@ def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Train
     return trainer, batch, shape, of_step, without_attention
 
 
+def in_rows(sequences: list[np.ndarray], length: int) -> Batch:
+    """Full rows of neighbours: packing would leave gaps."""
+    ends = np.cumsum([len(sequence) for sequence in sequences])
+    rows: list[list[np.ndarray]] = [[] for _ in range(-(-ends[-1] // length))]
+    for end, sequence in zip(ends, sequences, strict=True):
+        rows[(end - 1) // length].append(sequence)
+    each = [packed(row, length) for row in rows]
+    batch = each[0].replace(
+        **{
+            field.name: np.concatenate([getattr(row, field.name) for row in each])
+            for field in fields(Batch)
+            if getattr(each[0], field.name) is not None
+        }
+    )
+    return batch.replace(weights=np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32))
+
+
 def write_tiled(directory: Path, config: dict[str, Any]) -> Path:
     """Writes a model whose kernels repeat a million random numbers: four billion would take minutes to draw."""
+    if directory.exists():
+        return directory
     shape, drawn = read_architecture(config), 0.02 * np.random.default_rng(0).standard_normal(2**20 + 7, np.float32)
     drawn, directory_of_config = drawn.astype(jnp.bfloat16), write_config(directory, config)
     sizes = jax.eval_shape(lambda p: dict(to_arrays(shape, p)), parameter_shapes(shape))
@@ -305,14 +338,14 @@ def cut(length: int, rng: np.random.Generator) -> list[int]:
     return np.diff([0, *cuts, length]).tolist()
 
 
-def timed(trainer: Trainer, of: JaxDevice | TorchDevice, batch: Batch, steps: int) -> list[float]:
+def timed(trainer: Trainer, of: JaxDevice | TorchDevice, batch: Batch, args: argparse.Namespace) -> list[float]:
     seconds = []
-    for _ in range(steps + 2):
+    for _ in range(args.steps + args.warmup):
         begun = time.perf_counter()
         trainer.update(batch, losses.ppo_clip)
         of.settle(trainer)
         seconds.append(time.perf_counter() - begun)
-    return seconds[2:]
+    return seconds[args.warmup :]
 
 
 def draw(trainer: Trainer, shape: Architecture, args: argparse.Namespace, name: str) -> str:

@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from areal_x.errors import ConfigError, one_of
-from areal_x_torch import masks, npu_attention
+from areal_x_torch import kept_attention, masks, npu_attention
 from areal_x_torch.masks import Visible, window_of
 
 ATTENTION = "areal_x_segments"
@@ -32,6 +32,10 @@ VARLEN = "torch.nn.attention.varlen"
 NAMES = ("auto", "sdpa", "flash", "varlen", "npu")
 # Queries that attend at once if a mask is needed: it has that many rows, and a window more columns.
 BLOCK = 512
+# Sequences from which on scaled_dot_product_attention, which is cuDNN's on recent GPUs, is faster than
+# flash attention of all together (on an H200 twice as fast); and what their lengths are rounded up to,
+# because a new length takes cuDNN 80 ms to prepare.
+LONG, GRAIN = 4096, 1024
 FLASH_HEAD_DIM = 256  # widest head that flash attention supports
 
 Queries: TypeAlias = Float[Tensor, "rows heads tokens head_dim"]
@@ -83,6 +87,20 @@ class Segments:
     @property
     def longest(self) -> int:
         return max(self.seen)
+
+    @cached_property
+    def long(self) -> int:
+        """Number of long sequences before the first other one; 0 if any continues another."""
+        if self.shares:
+            return 0
+        return next(
+            (i for i, length in enumerate(self.lengths) if length < LONG), len(self.lengths)
+        )
+
+    @cached_property
+    def rest(self) -> Segments:
+        """The sequences after the first long ones."""
+        return Segments.of(self.lengths[self.long :], self.attend, self.bounds.device)
 
     @cached_property
     def keys(self) -> Int32[Tensor, " keys"]:
@@ -154,7 +172,11 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     window = None if window is None or window >= segments.longest else window
-    return segments.attend(query, key, value, segments, scale, window, softcap, s_aux), None
+    computed = partial(
+        segments.attend, query, key, value, segments, scale, window, softcap, s_aux
+    )
+    inputs = (query, key, value) if s_aux is None else (query, key, value, s_aux)
+    return kept_attention.attended(computed, *inputs), None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -337,10 +359,22 @@ def varlen(
     softcap: float | None,
     sinks: Sinks | None = None,
 ) -> Attended:
-    """torch's own flash attention for sequences of different lengths; `sdpa` for capped scores and
-    sinks, and for heads that are too wide or unlike for it."""
+    """torch's own flash attention for sequences of different lengths, and its
+    scaled_dot_product_attention for each long one; `sdpa` for capped scores and sinks, and for heads
+    that are too wide or unlike for it."""
     if not _flash_takes(query, value) or softcap is not None or sinks is not None:
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
+    if segments.long and window is None:
+        long = segments.lengths[: segments.long]
+        parts = zip(
+            *(x.split([*long, x.shape[2] - sum(long)], dim=2) for x in (query, key, value)),
+            strict=True,
+        )
+        *first, rest = parts
+        found = [_whole(*part, scale) for part in first]
+        if rest[0].shape[2]:
+            found.append(varlen(*rest, segments.rest, scale, window, softcap))
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0]
     attended: Tensor = _varlen_kernel()(
         *_one_after_another(query, key, value, segments),
         segments.bounds,
@@ -351,6 +385,18 @@ def varlen(
         window_size=(-1 if window is None else window - 1, 0),  # aligned to the last key
     )
     return attended[None]
+
+
+def _whole(query: Queries, key: Keys, value: Keys, scale: float) -> Attended:
+    """Returns the attention of one sequence, which does not see the padding after it."""
+    length = query.shape[2]
+    if padding := -length % GRAIN:
+        query, key, value = (pad(x, (0, 0, 0, padding)) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    found = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return found[:, :, :length].transpose(1, 2)
 
 
 @cache
