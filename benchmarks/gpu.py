@@ -12,10 +12,13 @@ Each backend has a process of its own, one after the other.
 
 A step is a clipped policy update on packed rows (`--row-length`), full of sequences of long-tailed lengths, with AdamW in fp32;
 `--rows` of them are computed at once. The best and the median of `--steps` steps after two that compile and warm up. FLOPs are
-counted as in benchmarks/update.py: 6 per token and parameter in a product (4 if it is frozen and has an adapter beside it, or is
-the head of such a model: it needs no gradient of its own), and attention's causal half within sequences; recomputation does not
-count. The column 6N counts 6 per token and parameter in a product for all models, and no attention. The peak is the device's own by name (dense bf16), or that of `--peak`; it is shown beside the
-fastest of several products of two large matrices in the compute precision, measured in the same process.
+counted as in benchmarks/update.py: 6 per token and parameter in a product (4 if it is frozen, in a model with adapters: it needs
+no gradient of its own, and adapters are too small to count), and attention's causal half within sequences; recomputation does
+not count. The column 6N counts 6 per token and parameter in a product for all models, and no attention. The peak is the device's
+own by name (dense bf16), or that of `--peak`; it is shown beside the fastest of several products of two large random matrices in
+the compute precision, measured in the same process.
+
+Measured figures, and which of these claims are not reached or not measured: benchmarks/README.md, "On an accelerator".
 
 The sampler fills `--slots` slots with prompts of 128 tokens and samples `--drawn` tokens in each. Its pause for new weights is
 the time of a trainer's snapshot and of the sampler's load, both waited for.
@@ -384,23 +387,20 @@ def swap(trainer: Trainer, of: JaxDevice | TorchDevice) -> str:
 
 def moved(trainer: Trainer, batch: Batch) -> str:
     """The share of tokens whose probability depends on how they are read."""
-    spans = [
-        (row, np.flatnonzero(ids == segment)) for row, ids in enumerate(batch.segment_ids) for segment in np.unique(ids[ids > 0])
-    ]
-    read = trainer.logprobs(batch)
-    wanted = np.concatenate([read[row, at] for row, at in spans])
-    order = np.random.default_rng(1).permutation(len(spans))
-    length = 2 * batch.shape[1]
-    again = packed([batch.tokens[spans[i][0], spans[i][1]] for i in order], length)
-    ids, found, at = trainer.logprobs(again), {}, 0
-    for row, of_row in enumerate(again.segment_ids):
-        for segment in np.unique(of_row[of_row > 0]):
-            own = np.flatnonzero(of_row == segment)
-            found[again.tokens[row, own].tobytes()] = ids[row, own]
-    same = np.concatenate([found[batch.tokens[row, at].tobytes()] for row, at in spans])
-    change = np.exp(same - wanted)
-    share = float(np.mean(np.abs(change - 1) > 0.1))
-    return f"{share:.2%} of tokens move by more than a tenth in another packing, the mean by {np.abs(change - 1).mean():.2%}"
+    sequences = [batch.tokens[row, at] for row, at in places_of(batch)]
+    order = np.random.default_rng(1).permutation(len(sequences))
+    again = packed([sequences[i] for i in order], 2 * batch.shape[1])
+    read, otherwise = (
+        {of.tokens[row, at].tobytes(): logp[row, at] for row, at in places_of(of)}
+        for of, logp in ((batch, trainer.logprobs(batch)), (again, trainer.logprobs(again)))
+    )
+    change = np.abs(np.expm1(np.concatenate([otherwise[tokens] - logp for tokens, logp in read.items()])))
+    return f"{np.mean(change > 0.1):.2%} of tokens move by more than a tenth in another packing, the mean by {change.mean():.2%}"
+
+
+def places_of(batch: Batch) -> list[tuple[int, np.ndarray]]:
+    """The row and the columns of each sequence."""
+    return [(row, np.flatnonzero(ids == own)) for row, ids in enumerate(batch.segment_ids) for own in np.unique(ids[ids > 0])]
 
 
 def longest(operations: list[tuple[str, float]], count: int) -> list[str]:

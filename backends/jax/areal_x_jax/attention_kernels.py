@@ -2,7 +2,8 @@
 used.
 
 No kernel is used before it has agreed with `dense` on a small packed example in this process. Both
-are experimental: "cudnn" has never been run, and "splash" only emulated, not on a TPU.
+of cuDNN's ran on an H200 (jax 0.11.2), where they deviate by up to 0.5 %, the rounding of bf16;
+"splash" was only emulated, not run on a TPU.
 """
 
 from __future__ import annotations
@@ -45,11 +46,10 @@ def cudnn(
     query: Array, key: Array, value: Array, mask: AttentionMask, scale: float, softcap: float = 0.0
 ) -> Array:
     """NVIDIA's fused attention through jax's public function, which supports row lengths and
-    windows but no segments. Experimental: never run on a GPU.
+    windows but no segments.
 
     Segments need a mask [rows, queries, keys], which is cheap for rows of a few thousand tokens;
-    longer rows are refused. jax's packed layout would need no mask, but it is not public and has
-    given wrong results with grouped queries (jax 0.10.2).
+    longer rows are refused. `packed_cudnn` needs none and takes half the time on an H200.
     """
     bias = attention_bias(mask)[:, :, :, 0].astype(query.dtype)
     # The kernel then skips the upper triangle, whatever the mask.

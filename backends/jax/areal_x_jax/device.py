@@ -13,8 +13,8 @@ from jaxtyping import DTypeLike
 SAVED_BYTES = 4 * 2**30
 # Logits at once where the memory is unknown: 64 MiB, and the backward pass has two such arrays.
 LOGITS = 2**24
-# Part of a device's memory that the logits of one block may take.
-LOGITS_SHARE = 64
+# Bytes of a device's memory for each logit of a block.
+BYTES_PER_LOGIT = 256
 
 
 def compute_in_fp32(platform: str) -> None:
@@ -57,4 +57,4 @@ def _bytes(x: jax.Array) -> int:
 
 def logits_at_once(memory: int | None) -> int:
     """Returns how many logits one device computes at a time."""
-    return LOGITS if memory is None else max(LOGITS, memory // (4 * LOGITS_SHARE))
+    return LOGITS if memory is None else max(LOGITS, memory // BYTES_PER_LOGIT)

@@ -61,9 +61,7 @@ SAVED = {
     "layers": jax.checkpoint_policies.nothing_saveable,
 }
 # Each adapter's products would be saved beside its kernel's: their sum is enough.
-PRODUCTS_WITH_ADAPTERS = _with_attention(
-    jax.checkpoint_policies.save_only_these_names(PRODUCT)
-)
+PRODUCTS_WITH_ADAPTERS = _with_attention(jax.checkpoint_policies.save_only_these_names(PRODUCT))
 
 
 class ImageFeatures(NamedTuple):

@@ -132,8 +132,10 @@ class Trainer(HuggingFaceTrainer):
             ),
             logits=logits_at_once(memory),
         )
-        # Kernels that read ends of sequences are those of one GPU.
-        self._reads_ends = platform == "gpu" and self.mesh.size == 1
+        # Kernels that read ends of sequences are those of one GPU, in bf16.
+        named = config.model.attention in ("auto", "packed_cudnn")
+        low = self.dtype == jnp.bfloat16
+        self._reads_ends = platform == "gpu" and low and named and self.mesh.size == 1
         self._steps: dict[Loss, Any] = {}
         self._step_logp: tuple[jax.Array | None, int] = None, 0  # and the number of its rows
         # Whole rows, so that a process with their first tokens has the others too.

@@ -172,9 +172,7 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     window = None if window is None or window >= segments.longest else window
-    computed = partial(
-        segments.attend, query, key, value, segments, scale, window, softcap, s_aux
-    )
+    computed = partial(segments.attend, query, key, value, segments, scale, window, softcap, s_aux)
     inputs = (query, key, value) if s_aux is None else (query, key, value, s_aux)
     return kept_attention.attended(computed, *inputs), None
 
@@ -191,7 +189,10 @@ def choose(how: str, device: torch.device, dtype: torch.dtype) -> Attend:
     Raises: ConfigError for an unknown name, and for an implementation that cannot work here.
     """
     one_of("model.attention", how, NAMES)
-    flash_attn = "flash_attn", "the package flash-attn (pip install flash-attn --no-build-isolation)"
+    flash_attn = (
+        "flash_attn",
+        "the package flash-attn (pip install flash-attn --no-build-isolation)",
+    )
     lacks = {
         "sdpa": None,
         "flash": _cuda_lacks(device, dtype, *flash_attn),

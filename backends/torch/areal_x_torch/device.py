@@ -11,13 +11,13 @@ from areal_x.errors import UserError
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 # Logits at once where a device's memory is unknown: 64 MiB, in up to three arrays.
 LOGITS = 2**24
-# Part of a device's memory that the logits of one block may take.
-LOGITS_SHARE = 64
+# Bytes of a device's memory for each logit of a block.
+BYTES_PER_LOGIT = 256
 
 
 def find_device() -> torch.device:
     """Returns the accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU. Experimental
-    except for the CPU: no accelerator has been used in tests."""
+    except for the CPU and one CUDA device: no other has been used in tests."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return (
         torch.device("cpu")
@@ -46,7 +46,7 @@ def memory_of(device: torch.device) -> int | None:
 
 def logits_at_once(memory: int | None) -> int:
     """Returns how many logits are computed at a time."""
-    return LOGITS if memory is None else max(LOGITS, memory // (4 * LOGITS_SHARE))
+    return LOGITS if memory is None else max(LOGITS, memory // BYTES_PER_LOGIT)
 
 
 def peak_bytes(device: torch.device) -> int | None:
