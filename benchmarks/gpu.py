@@ -12,11 +12,11 @@ Each backend has a process of its own, one after the other.
 
 A step is a clipped policy update on packed rows (`--row-length`), full of sequences of long-tailed lengths, with AdamW in fp32;
 `--rows` of them are computed at once. The best and the median of `--steps` steps after two that compile and warm up. FLOPs are
-counted as in benchmarks/update.py: 6 per token and parameter in a product (4 if it is frozen, in a model with adapters: it needs
-no gradient of its own, and adapters are too small to count), and attention's causal half within sequences; recomputation does
-not count. The column 6N counts 6 per token and parameter in a product for all models, and no attention. The peak is the device's
-own by name (dense bf16), or that of `--peak`; it is shown beside the fastest of several products of two large random matrices in
-the compute precision, measured in the same process.
+counted as in benchmarks/update.py: 6 per token and parameter in a product (4 if it is frozen, in a model with adapters: it
+needs no gradient of its own, and adapters are too small to count), and attention's causal half within sequences; recomputation
+does not count. The column 6N counts 6 per token and parameter in a product for all models, and no attention. The peak is the
+device's own by name (dense bf16), or that of `--peak`; it is shown beside the fastest of several products of two large random
+matrices in the compute precision, measured in the same process.
 
 Measured figures, and which of these claims are not reached or not measured: benchmarks/README.md, "On an accelerator".
 
@@ -395,12 +395,15 @@ def moved(trainer: Trainer, batch: Batch) -> str:
         for of, logp in ((batch, trainer.logprobs(batch)), (again, trainer.logprobs(again)))
     )
     change = np.abs(np.expm1(np.concatenate([otherwise[tokens] - logp for tokens, logp in read.items()])))
-    return f"{np.mean(change > 0.1):.2%} of tokens move by more than a tenth in another packing, the mean by {change.mean():.2%}"
+    return (
+        f"{np.mean(change > 0.1):.2%} of tokens move by more than a tenth in another packing, the mean by {change.mean():.2%}"
+    )
 
 
 def places_of(batch: Batch) -> list[tuple[int, np.ndarray]]:
     """The row and the columns of each sequence."""
-    return [(row, np.flatnonzero(ids == own)) for row, ids in enumerate(batch.segment_ids) for own in np.unique(ids[ids > 0])]
+    rows = enumerate(batch.segment_ids)
+    return [(row, np.flatnonzero(ids == own)) for row, ids in rows for own in np.unique(ids[ids > 0])]
 
 
 def longest(operations: list[tuple[str, float]], count: int) -> list[str]:
