@@ -301,8 +301,9 @@ class TrainerConfig:
 
     remat: str = "auto"
     """What the backward pass recomputes instead of storing: "layers", everything in a layer;
-    "products", everything but products with kernels (faster, more memory); "auto", the faster one
-    that fits."""
+    "attention", everything but attention (for long sequences nearly as fast as "products", a quarter
+    of its memory); "products", everything but products with kernels and attention; "auto", the
+    fastest that fits."""
 
     compile: bool = False
     """Compile each decoder block with torch.compile, one program for all row lengths; JAX always
@@ -333,7 +334,7 @@ class TrainerConfig:
         if self.checkpoint == "sharded" and self.lora.rank:
             wanted = "'portable' with adapters, which are small"
             raise ConfigError("trainer.checkpoint", "sharded", wanted)
-        one_of("trainer.remat", self.remat, ("auto", "layers", "products"))
+        one_of("trainer.remat", self.remat, ("auto", "layers", "attention", "products"))
         at_least("trainer.balance", self.balance, 0)
         one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
         one_of("trainer.head", self.head, HEADS)

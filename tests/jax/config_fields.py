@@ -247,7 +247,7 @@ def packed_logprobs(arch: Architecture, directory: Path, rows: list[np.ndarray])
     ids = np.repeat(np.arange(1, len(rows) + 1), [len(row) for row in rows])[None]
     positions = np.concatenate([np.arange(len(row)) for row in rows])[None]
     with jax.disable_jit():  # cases are of many shapes: most of a compilation would be used once
-        hidden, _ = hidden_states(arch, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ids), False)
+        hidden, _ = hidden_states(arch, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ids))
         logits = np.asarray(softcapped(hidden @ head_kernel(params), arch.logit_softcap))[0]
     return np.split(log_softmax(logits), np.cumsum([len(row) for row in rows])[:-1])
 

@@ -40,7 +40,7 @@ def outcome(directory: Path, partitioner: Partitioner) -> dict[str, np.ndarray]:
     @jax.jit
     def loss(params: Params) -> Any:
         own = jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ids)
-        hidden, _ = hidden_states(arch, params, *own, False, partitioner)
+        hidden, _ = hidden_states(arch, params, *own, "products", partitioner)
         hidden = partitioner.constrain(hidden, "rows", None, None)
         of_head = {"softcap": arch.logit_softcap, "partitioner": partitioner, "tied": arch.tied}
         logp, *_ = head.logprobs(hidden, head_kernel(params), own[0], own[2], 1.0, 64, **of_head)

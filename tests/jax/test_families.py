@@ -106,7 +106,7 @@ def test_gradients_are_those_of_transformers(name: str, directory_of: Directorie
     @jax.jit
     def loss(params: Params, tokens: Any) -> Any:
         ids, positions = jnp.ones_like(tokens), jnp.arange(30)[None]
-        hidden, _ = hidden_states(arch, params, tokens, positions, ids, False, implementation="blocked")
+        hidden, _ = hidden_states(arch, params, tokens, positions, ids, implementation="blocked")
         logp, *_ = head.logprobs(hidden, head_kernel(params), tokens, ids, 1.0, 64, softcap=arch.logit_softcap)
         return -jnp.mean(logp[:, 1:])
 

@@ -319,9 +319,12 @@ def test_unless_a_chunk_is_given_the_size_of_the_vocabulary_chooses(monkeypatch:
     ids = np.ones((4, 33), np.int32)
 
     def largest(logits: int, narrowest: int) -> int:
-        monkeypatch.setattr(head, "LOGITS", logits)
         monkeypatch.setattr(head, "NARROWEST", narrowest)
-        program = jax.make_jaxpr(jax.grad(lambda h, k: jnp.sum(head.logprobs(h, k, ids, ids, 1.0)[0]), argnums=(0, 1)))
+
+        def total(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
+            return jnp.sum(head.logprobs(hidden, kernel, ids, ids, 1.0, logits_at_once=logits)[0])
+
+        program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))
         return max(arrays_in(program(hidden, kernel).jaxpr))
 
     assert largest(8 * 999, 1) == 8 * 999

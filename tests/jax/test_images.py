@@ -60,7 +60,7 @@ def hidden_of(arch: Architecture, params: Params, batch: Batch) -> Any:
     assert arrays is not None
     features = image_features(arch, params, arrays, False, ONE_DEVICE, "auto")
     packed = (batch.tokens, batch.positions, batch.segment_ids)
-    return hidden_states(arch, params, *map(jnp.asarray, packed), False, images=features)[0]
+    return hidden_states(arch, params, *map(jnp.asarray, packed), images=features)[0]
 
 
 def load(directory: Path) -> tuple[Architecture, Params]:

@@ -36,7 +36,7 @@ def load(directory: Path) -> tuple[Architecture, Params]:
 
 
 def logits_of(arch: Architecture, params: Params, tokens: Any, segment_ids: Any, positions: Any) -> np.ndarray:
-    hidden, _ = hidden_states(arch, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids), False)
+    hidden, _ = hidden_states(arch, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids))
     return np.asarray(softcapped(hidden @ head_kernel(params), arch.logit_softcap))
 
 
@@ -79,7 +79,7 @@ def gradient_deviation(directory: Path) -> float:
     @jax.jit
     def loss(params: Params, tokens: Any) -> Any:
         ids, positions = jnp.ones_like(tokens), jnp.arange(30)[None]
-        hidden, _ = hidden_states(arch, params, tokens, positions, ids, False)
+        hidden, _ = hidden_states(arch, params, tokens, positions, ids)
         logp, *_ = head.logprobs(hidden, head_kernel(params), tokens, ids, 1.0, 64, softcap=arch.logit_softcap)
         return -jnp.mean(logp[:, 1:])
 
@@ -117,14 +117,15 @@ def test_recomputing_layers_gives_the_same_gradients(model_dir_of: MadeModel) ->
     ids, positions = jnp.ones((2, 16), jnp.int32), jnp.tile(jnp.arange(16), (2, 1))
 
     @jax.jit
-    def both(params: Params) -> Any:
+    def each(params: Params) -> Any:
         return [
             jax.grad(lambda p, remat=remat: jnp.sum(hidden_states(arch, p, tokens, positions, ids, remat)[0] ** 2))(params)
-            for remat in (False, True)
+            for remat in ("products", "attention", "layers")
         ]
 
-    kept, recomputed = both(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4), kept, recomputed)
+    kept, *recomputed = each(params)
+    for gradients in recomputed:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4), kept, gradients)
 
 
 @pytest.mark.parametrize("change", [{}, MIXED])
@@ -132,7 +133,7 @@ def test_the_program_does_not_grow_with_depth(change: dict[str, Any]) -> None:
     def program(layers: int) -> int:
         arch = read_architecture({**BASE, **change, "num_hidden_layers": layers})
         ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-        gradient = jax.grad(lambda p, ids: jnp.sum(hidden_states(arch, p, ids, ids, ids, False)[0]))
+        gradient = jax.grad(lambda p, ids: jnp.sum(hidden_states(arch, p, ids, ids, ids)[0]))
         return len(jax.jit(gradient).lower(parameter_shapes(arch), ids).as_text().splitlines())
 
     assert program(4) == program(12)

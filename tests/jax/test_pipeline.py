@@ -55,7 +55,7 @@ def computed(arch: Architecture, params: Any, partitioner: Partitioner, rows: di
     weights = np.random.default_rng(1).normal(size=(*rows["tokens"].shape, arch.hidden)) * counted
 
     def total(params: Any) -> Any:
-        hidden, imbalance = hidden_states(arch, params, remat=False, partitioner=partitioner, **rows)
+        hidden, imbalance = hidden_states(arch, params, partitioner=partitioner, **rows)
         return jnp.sum(hidden * weights), (hidden * counted, imbalance)
 
     return jax.jit(jax.value_and_grad(total, has_aux=True))(params)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from areal_x.errors import ConfigError
 from areal_x_torch import attention
-from areal_x_torch.attention import Segments, attend, choose, flash, npu, sdpa
+from areal_x_torch.attention import Segments, attend, choose, flash, npu, sdpa, varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NPU = SimpleNamespace(type="npu")  # as torch_npu would name it
@@ -171,6 +171,45 @@ def test_flash_attn_is_given_a_copy_of_a_shared_prompt_with_each_answer(flash_at
     assert flash_attn.causal
 
 
+@pytest.fixture
+def varlen_attn(monkeypatch):
+    """Computes by the formula what torch's kernel would be asked for, and keeps what that was. (The kernel needs a GPU: on an
+    H200 it deviated from the formula as sdpa in bf16 does, with groups of heads, windows and shared prompts.)"""
+    asked = []
+
+    def kernel(q, k, v, queries, keys, longest, longest_keys, *, scale, window_size):
+        queries, keys = queries.diff().tolist(), keys.diff().tolist()
+        assert (longest, longest_keys) == (max(queries), max(keys))
+        assert window_size[1] == 0  # causal
+        asked.append(queries)
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        rows = [x.transpose(0, 1)[None].split(of, dim=2) for x, of in ((q, queries), (k, keys), (v, keys))]
+        return torch.cat([last_of(*one, scale, window, None) for one in zip(*rows, strict=True)])
+
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda: kernel)
+    return asked
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("lengths", "prefixes"), [(RAGGED, None), (SHARING, PREFIXES)])
+def test_torchs_kernel_of_different_lengths_is_asked_for_the_same(varlen_attn, window, lengths, prefixes):
+    agrees(varlen, lengths, window, prefixes=prefixes)
+    assert varlen_attn == [list(lengths)]
+    agrees(varlen, lengths, window, 1.5, prefixes=prefixes)  # a cap, which it has not
+    assert len(varlen_attn) == 1
+
+
+def test_long_sequences_are_attended_one_by_one(monkeypatch, varlen_attn):
+    monkeypatch.setattr(attention, "LONG", 6)
+    monkeypatch.setattr(attention, "GRAIN", 4)
+    for kv_heads in (1, 4):
+        agrees(varlen, (13, 8, 6, 5, 1, 7), kv_heads=kv_heads)
+    assert varlen_attn == [[5, 1, 7]] * 2  # those before the first short one
+    agrees(varlen, (9, 7))
+    agrees(varlen, (9, 7), window=3)
+    assert varlen_attn[2:] == [[9, 7]]  # windows are the kernel's
+
+
 def test_heads_too_wide_for_flash_attn_go_another_way(flash_attn):
     inputs = arrays(ONE, head_dim=264)
     attend(None, *inputs, None, segments=Segments.of(ONE, flash, CPU))
@@ -190,6 +229,8 @@ def test_auto_takes_the_kernel_of_the_device(flash_attn, torch_npu):
 
 
 def test_auto_does_without_packages_that_are_missing(monkeypatch):
+    monkeypatch.setattr(attention, "find_spec", lambda name: name == attention.VARLEN or None)
+    assert choose("auto", CUDA, torch.bfloat16) is varlen
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert choose("auto", CUDA, torch.bfloat16) is choose("auto", NPU, torch.bfloat16) is sdpa
     for name, device, package in (("flash", CUDA, "flash-attn"), ("npu", NPU, "torch_npu")):

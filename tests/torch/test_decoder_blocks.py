@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from areal_x.algorithms import losses
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
-from areal_x_torch import decoder_blocks, loading
+from areal_x_torch import attention, decoder_blocks, loading
 from areal_x_torch import trainer as trainer_module
 from areal_x_torch.sharding import make_mesh, shard_model
 from tests.models import MODELS, trajectories, write_config
@@ -43,26 +44,53 @@ def computed_by(directory, remat):
 
 
 def test_what_is_computed_again_gives_the_same_step_without_products_or_with_them(qwen3):
-    nothing, products, layers = (computed_by(qwen3, remat) for remat in ("auto", "products", "layers"))
-    for other in (products, layers):
+    ways = "auto", "products", "attention", "layers"
+    nothing, products, keeping, layers = (computed_by(qwen3, remat) for remat in ways)
+    for other in (products, keeping, layers):
         assert other[0] == nothing[0]
         for name, x in nothing[1].items():
             np.testing.assert_array_equal(other[1][name], x)
-        assert other[3] < nothing[3] / 3  # beside the products themselves
-    assert products[2] == nothing[2] < layers[2]
+        assert other[3] < nothing[3] / 3  # beside the products, or attention's own
+    assert products[2] == nothing[2] < keeping[2] == layers[2]  # the counter does not know attention on a CPU
 
 
-def test_auto_takes_the_first_that_fits_into_half_of_what_is_left(qwen3):
+def test_attention_that_is_kept_is_not_computed_again(qwen3, monkeypatch):
+    calls = []
+    plain = attention.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda *q, **how: calls.append(1) or plain(*q, **how))
+    counts = {}
+    for remat in ("auto", "attention", "layers"):
+        calls.clear()
+        trainer_of(qwen3, remat=remat).update(batch_of(sequences())[0], losses.ppo_clip)
+        counts[remat] = len(calls)
+    assert 0 < counts["auto"] == counts["attention"] == counts["layers"] / 2
+
+
+def test_auto_takes_the_first_that_fits_into_three_fifths_of_what_is_left(qwen3):
     built = loading.build(qwen3, "policy")
     products = decoder_blocks.product_width(built)
     assert products == 2 * (64 + 32 + 32 + 32 + 48 + 48 + 32)  # q, k, v, o, gate, up and down of both layers
     config = TrainerConfig(ModelConfig(str(qwen3)), mesh=MeshConfig(fsdp=2, processes=2))
     state = 16 * sum(x.numel() for x in built.parameters()) // 2
-    assert decoder_blocks.free_bytes(built, config, state + 1000) == 500
+    assert decoder_blocks.free_bytes(built, config, state + 1000) == 600
     assert decoder_blocks.free_bytes(built, config, None) is None
-    for room, wanted in ((None, "nothing"), (55, "nothing"), (54, "products"), (20, "products"), (19, "layers")):
+    kept = decoder_blocks.attention_bytes(built, torch.bfloat16)
+    assert kept == 2 * ((64 + 32 + 32 + 64) * 2 + 32 * 4)  # q, k, v and what attention gives; the input in fp32
+    least = 10 * kept / (2 * products)
+    for room, wanted in (
+        (None, "nothing"),
+        (55, "nothing"),
+        (54, "products"),
+        (20, "products"),
+        (19, "attention"),
+        (least, "attention"),
+        (least - 0.1, "layers"),
+    ):
         bytes_of_room = room if room is None else room * products * 2
-        assert decoder_blocks.choose(config, torch.bfloat16, products, bytes_of_room, 10) == wanted
+        assert decoder_blocks.choose(config, torch.bfloat16, products, bytes_of_room, kept, 10) == wanted
+    compiled = replace(config, compile=True)  # which recomputes what is elementwise
+    for room, wanted in ((20, "nothing"), (19, "attention")):
+        assert decoder_blocks.choose(compiled, torch.bfloat16, products, room * products * 2, kept, 10) == wanted
 
 
 @thorough

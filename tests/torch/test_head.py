@@ -10,11 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_x.algorithms.distillation import generalized_jsd
-from areal_x_torch import head
+from areal_x_torch import fusion, head
 from areal_x_torch.model import Head
+from tests.thorough import thorough
 
 POSITIONS, FEATURES, VOCABULARY = 7, 5, 11
 
@@ -137,3 +139,29 @@ class Largest(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.numbers = max(self.numbers, out.numel())
         return out
+
+
+def test_blocks_are_equal_and_of_whole_tiles():
+    assert [head.even_width(151_936, most) for most in (2_000, 16_384, 151_936, 10**6)] == [1_920, 15_232, 151_936, 151_936]
+    assert head.even_width(1_000, 100) == 100  # narrower than a tile, as a caller's chunk may make it
+
+
+@thorough
+def test_compiled_blocks_are_the_plain_ones_in_one_program_for_all_numbers_of_rows():
+    torch._dynamo.reset()
+    counters.clear()
+    random = torch.Generator().manual_seed(0)
+    statistics, gradient = (fusion._of_any_rows(f) for f in (head._statistics, head._gradient))
+    for rows in (5, 9):
+        for columns in (256, 128):
+            products = torch.randn(rows, columns, generator=random).bfloat16()
+            targets = torch.randint(-50, columns + 50, (rows,), generator=random)
+            asked = products, targets.clamp(0, columns - 1)[:, None], 3.0, 0.7, True, True
+            found, wanted = statistics(*asked), head._statistics(*asked)
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+            upstream = torch.randn(2, rows, generator=random)
+            of = head.Upstream(targets, wanted[1], upstream[0], wanted[2], upstream[1])
+            asked = products, of, 3.0, 0.7, torch.bfloat16
+            torch.testing.assert_close(gradient(*asked), head._gradient(*asked))
+    assert counters["stats"]["unique_graphs"] == 4

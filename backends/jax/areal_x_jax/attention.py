@@ -84,12 +84,9 @@ def choose(
         takes = not sinks and candidate.takes(query, key, mask, softcap)
         if platform == candidate.platform and takes:
             group = query.shape[2] // key.shape[2]
-            return (
-                candidate.attend
-                if trusted(name, candidate, group, query.shape[3], str(query.dtype), softcap)
-                else plain
-            )
-        if implementation == name:
+            if trusted(name, candidate, group, query.shape[3], str(query.dtype), softcap):
+                return candidate.attend
+        elif implementation == name:
             raise ConfigError(
                 "model.attention",
                 implementation,

@@ -23,7 +23,8 @@ class AttentionMask(NamedTuple):
 
     queries, keys: segment ids. start: index in the row of the first query, 0 unless the row is
     split. window: 0 for no window. Both may be traced; Python integers cost less and more kernels
-    support them. bias: see `attention.prepare`.
+    support them. bias: see `attention.prepare`. ends: where runs of equal ids end, padding's too, for
+    kernels that read these instead of ids (see `packed_cudnn.run_ends`); None if unknown.
     """
 
     queries: Int[Array, "rows queries"]
@@ -32,6 +33,7 @@ class AttentionMask(NamedTuple):
     window: int | Int[Array, ""] = 0
     bias: Float[Array, "rows 1 queries 1 keys"] | None = None
     prefixes: Int[Array, "rows queries"] | None = None
+    ends: Int[Array, "rows runs"] | None = None
 
 
 Queries: TypeAlias = Float[Array, "rows queries heads head_dim"]

@@ -8,11 +8,11 @@ axis.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int
 
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Policy
@@ -27,21 +27,27 @@ from areal_x_jax.vision_architecture import VisionArchitecture
 jax.tree_util.register_dataclass(Batch)
 jax.tree_util.register_dataclass(Policy)
 
-Rows: TypeAlias = tuple[Batch, ImageArrays | None]  # a batch, and its images
 
-# Activations saved for one device's backward pass, beyond which it recomputes whole layers.
-SAVED_BYTES = 4 * 2**30
+class Rows(NamedTuple):
+    """A batch and its images. ends: see `AttentionMask`; None unless a kernel reads them."""
+
+    batch: Batch
+    images: ImageArrays | None
+    ends: Int[Array, "rows runs"] | None = None
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward pass of one model on one mesh, in the compute precision `dtype`."""
+    """The forward pass of one model on one mesh, in the compute precision `dtype`. room, logits: see
+    `device.room_for_activations` and `device.logits_at_once`."""
 
     config: TrainerConfig
     arch: Architecture
     teacher_arch: Architecture | None
     partitioner: Partitioner
     dtype: Any
+    room: int
+    logits: int
 
     def policy(
         self,
@@ -54,11 +60,11 @@ class Forward:
         """Returns the head's outputs for a micro-batch, and how unevenly its experts were chosen
         (None without experts). base: the frozen model, if `params` are adapters."""
         params = self._with_base(params, base)
-        (batch, images), cast = rows, self._cast(params)
+        (batch, images, ends), cast = rows, self._cast(params)
         remat = self._remat(batch, images)
         features = self._image_features(self.arch, cast, images, remat)
         hidden, imbalance = self._hidden(
-            self.arch, cast, batch, features, remat=remat, recorded=batch.experts
+            self.arch, cast, batch, features, ends, remat=remat, recorded=batch.experts
         )
         if self.arch.scores:
             before = self.config.head == "value"
@@ -69,9 +75,9 @@ class Forward:
             assert self.teacher_arch is not None
             assert self.config.divergence is not None
             # It gets no gradient, so none of its activations are saved.
-            features = self._image_features(self.teacher_arch, teacher, images, remat=False)
+            features = self._image_features(self.teacher_arch, teacher, images, "products")
             teacher_hidden, _ = self._hidden(
-                self.teacher_arch, teacher, batch, features, remat=False
+                self.teacher_arch, teacher, batch, features, ends, remat="products"
             )
             beside = head.Teacher(
                 teacher_hidden,
@@ -88,6 +94,7 @@ class Forward:
             batch.segment_ids,
             self.config.temperature,
             chunk=self.config.head_chunk * self.partitioner.size(*ROW_AXES),
+            logits_at_once=self.logits,
             entropy=entropy,
             teacher=beside,
             softcap=self.arch.logit_softcap,
@@ -107,7 +114,7 @@ class Forward:
             policy, _ = self.policy(params, base, micro_batch(rows, index))
             return filled.at[index].set(policy.values if self.arch.scores else policy.logp)
 
-        return jax.lax.fori_loop(0, count, fill, jnp.zeros(rows[0].tokens.shape, jnp.float32))
+        return jax.lax.fori_loop(0, count, fill, jnp.zeros(rows.batch.tokens.shape, jnp.float32))
 
     def copy_for_sampling(self, params: Params, adapters: Params | None) -> Params:
         """Returns a copy in the compute precision, with adapters merged."""
@@ -125,12 +132,14 @@ class Forward:
         score = {"score": params["score"]} if "score" in params else {}
         return {**jax.tree.map(lambda x: x.astype(self.dtype), params), **score}
 
-    def _remat(self, batch: Batch, images: ImageArrays | None) -> bool:
-        """True if the backward pass recomputes whole layers."""
+    def _remat(self, batch: Batch, images: ImageArrays | None) -> str:
+        """Returns what the backward pass recomputes (see `model.hidden_states`): "auto" saves as much
+        as there is room for."""
         if self.config.remat != "auto":
-            return self.config.remat == "layers"
+            return self.config.remat
         devices = self.partitioner.size(*ROW_AXES)
         tokens = batch.tokens.size // self.partitioner.size(*ROW_AXES, "context")
+        attention = tokens * saved_by_attention(self.arch)
         saved = tokens * saved_activations(self.arch)
         if (stages := self.partitioner.size("stage")) > 1:  # turns without rows save as much
             turns = len(batch.tokens) // devices
@@ -138,15 +147,18 @@ class Forward:
         if images is not None and self.arch.vision is not None:
             patches = images.patch_layout.rows.size // devices
             saved += patches * saved_activations_per_patch(self.arch.vision)
-        return bool(saved * jnp.dtype(self.dtype).itemsize > SAVED_BYTES)
+        needed = {"products": saved, "attention": attention}
+        size = jnp.dtype(self.dtype).itemsize
+        return next((how for how, x in needed.items() if x * size <= self.room), "layers")
 
     def _image_features(
-        self, arch: Architecture, params: Params, images: ImageArrays | None, remat: bool
+        self, arch: Architecture, params: Params, images: ImageArrays | None, remat: str
     ) -> ImageFeatures | None:
         if images is None:
             return None
         implementation = self.config.model.attention
-        return image_features(arch, params, images, remat, self.partitioner, implementation)
+        whole_layers = remat != "products"
+        return image_features(arch, params, images, whole_layers, self.partitioner, implementation)
 
     def _hidden(
         self,
@@ -154,8 +166,9 @@ class Forward:
         params: Params,
         batch: Batch,
         features: ImageFeatures | None,
+        ends: Array | None,
         *,
-        remat: bool,
+        remat: str,
         recorded: Array | None = None,
     ) -> tuple[Array, Array | None]:
         return hidden_states(
@@ -170,6 +183,7 @@ class Forward:
             recorded,
             features,
             batch.prefix_ids,
+            ends,
         )
 
 
@@ -190,6 +204,12 @@ def saved_activations(arch: Architecture) -> int:
         inner = sparse * (experts.per_token * experts.intermediate + experts.shared)
         inner += len(experts.dense) * arch.intermediate
     return arch.layers * (3 * arch.hidden + attention) + 2 * inner
+
+
+def saved_by_attention(arch: Architecture) -> int:
+    """Numbers per token that the backward pass saves if it recomputes all but attention: the layers'
+    inputs and what attention attended to."""
+    return arch.layers * (arch.hidden + arch.heads * arch.head_dim)
 
 
 def saved_activations_per_patch(arch: VisionArchitecture) -> int:

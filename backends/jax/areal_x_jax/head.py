@@ -23,11 +23,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from areal_x.types import Divergence
 from areal_x_jax.dense_attention import HIDDEN, softcapped
+from areal_x_jax.device import LOGITS
 from areal_x_jax.sharding import AXES, ONE_DEVICE, ROW_AXES, Partitioner
 
-# Logits at once on one device if the caller gives no number: 64 MiB, and the backward pass has two
-# such arrays.
-LOGITS = 2**24
 NARROWEST = 512  # least columns or positions at once: narrower products are slow
 WORD = 32  # bits of a word
 
@@ -56,6 +54,7 @@ def logprobs(
     partitioner: Partitioner = ONE_DEVICE,
     tied: bool = False,
     kept: Int[Array, "rows most 2"] | None = None,
+    logits_at_once: int = LOGITS,
 ) -> tuple[
     Float[Array, "rows length"],
     Float[Array, "rows length"] | None,
@@ -67,7 +66,7 @@ def logprobs(
     entropy: also return the entropy of softmax(logits / temperature), in nats, at the same tokens.
     teacher: also return the divergence of both logits / temperature. kernel: in fp32, so that its
     gradient is; products are in hidden's dtype. chunk: as many logits exist at once as this many
-    positions have, but at least one position of each row; 0 chooses by the vocabulary size.
+    positions have, but at least one position of each row; 0 makes them about `logits_at_once`.
     softcap: of the logits, before the temperature. partitioner: with its axis "tensor" each device
     has the logits of a part of the vocabulary, and only sums are exchanged. tied: True if the
     kernel is a transposed array, which is then read in place instead of copied. kept: see
@@ -78,7 +77,7 @@ def logprobs(
     apart, least = partitioner.size(*ROW_AXES), 1 if chunk else NARROWEST
     # of one device
     vocab, positions = kernel.shape[1] // partitioner.size("tensor"), rows * length // apart
-    at_once = max(chunk // apart if chunk else LOGITS // vocab, 1)
+    at_once = max(chunk // apart if chunk else logits_at_once // vocab, 1)
     # All at once nothing is computed twice, which saves a quarter of the work and is worth the
     # memory of two blocks.
     if teacher is None and positions > (at_once if chunk else 2 * at_once):

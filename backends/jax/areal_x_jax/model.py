@@ -38,13 +38,30 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# What the backward pass saves without remat: see `hidden_states`.
-PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(KEPT),
-)
+
+def _saves_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """cuDNN's attention, which jax computes with a primitive that has no name of ours."""
+    return str(primitive).startswith("dot_product_attention_fwd")
+
+
+def _with_attention(*policies: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the policy that saves attention's results and what any of these save."""
+    both = jax.checkpoint_policies.save_from_both_policies
+    policy = both(jax.checkpoint_policies.save_only_these_names(KEPT), _saves_fused_attention)
+    for other in policies:
+        policy = both(policy, other)
+    return policy
+
+
+# What the backward pass saves: see `hidden_states`.
+PRODUCTS = _with_attention(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+SAVED = {
+    "products": PRODUCTS,
+    "attention": _with_attention(),
+    "layers": jax.checkpoint_policies.nothing_saveable,
+}
 # Each adapter's products would be saved beside its kernel's: their sum is enough.
-PRODUCTS_WITH_ADAPTERS = jax.checkpoint_policies.save_only_these_names(KEPT, PRODUCT)
+PRODUCTS_WITH_ADAPTERS = _with_attention(jax.checkpoint_policies.save_only_these_names(PRODUCT))
 
 
 class ImageFeatures(NamedTuple):
@@ -66,12 +83,13 @@ def hidden_states(
     tokens: Int[Array, "rows length"],
     positions: Int[Array, "rows length"],
     segment_ids: Int[Array, "rows length"],
-    remat: bool,
+    remat: str = "products",
     partitioner: Partitioner = ONE_DEVICE,
     implementation: str = "auto",
     recorded: Int[Array, "rows length layers per_token"] | None = None,
     images: ImageFeatures | None = None,
     prefix_ids: Int[Array, "rows length"] | None = None,
+    ends: Int[Array, "rows runs"] | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
     """Returns the head's input for packed rows, and the mean over layers of `experts.imbalance`, or
     None without experts.
@@ -79,11 +97,12 @@ def hidden_states(
     A token attends to those before it in its own segment and in the one that prefix_ids names (see
     `areal_x.types.Batch`). images: None if no row has any. implementation: of attention (see
     areal_x_jax.attention). recorded: the experts that each token goes through (see
-    `experts.route`).
+    `experts.route`). ends: see `AttentionMask`.
 
-    remat: the backward pass recomputes whole layers from their inputs. Without it, it saves the
-    results of products with kernels and recomputes the rest (scores, everything elementwise): a
-    fifth faster on a CPU than saving everything, and memory grows linearly with the length.
+    remat: what the backward pass recomputes. "products": all but the results of products with
+    kernels and of attention (scores, everything elementwise): a fifth faster on a CPU than saving
+    everything, and memory grows linearly with the length; "attention": all but those of attention;
+    "layers": whole layers, from their inputs.
     """
     axes = {
         name: leaf.axes
@@ -92,8 +111,7 @@ def hidden_states(
         ).items()
     }
     adapted = any(name.endswith("_lora_a") for name in params["layers"])
-    kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
-    policy = jax.checkpoint_policies.nothing_saveable if remat else kept
+    policy = PRODUCTS_WITH_ADAPTERS if adapted and remat == "products" else SAVED[remat]
 
     def through(
         scanned: Architecture,
@@ -109,7 +127,7 @@ def hidden_states(
         rotations = jax.lax.optimization_barrier(
             position_rotations(arch, positions) if images is None else (images.rotation,)
         )
-        attend = attention_of(arch, segment_ids, prefix_ids, implementation, partitioner)
+        attend = attention_of(arch, segment_ids, prefix_ids, implementation, partitioner, ends)
 
         def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
             weights, ((window, rope_index, depth), chosen) = of_layer
@@ -161,6 +179,7 @@ def attention_of(
     prefix_ids: Int[Array, "rows length"] | None,
     implementation: str,
     partitioner: Partitioner,
+    ends: Int[Array, "rows runs"] | None = None,
 ) -> Attend:
     """Returns attention within the segments of these rows; on a mesh each device computes its rows,
     its heads and, against the keys and values of whole rows, its part of their length."""
@@ -171,7 +190,7 @@ def attention_of(
         implementation=implementation,
     )
     (window, *others), devices = set(arch.windows), partitioner.size(*AXES)
-    seen = AttentionMask(segment_ids, segment_ids, prefixes=prefix_ids)
+    seen = AttentionMask(segment_ids, segment_ids, prefixes=prefix_ids, ends=ends)
     if devices == 1:
         seen = attention.prepare(seen, implementation)
 

@@ -31,8 +31,15 @@ from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import IMAGES, Batch, Loss
 from areal_x_jax import lora, optimizers, resting, sharded_checkpoint
 from areal_x_jax.architecture import Architecture, check_sharing, read_architecture
+from areal_x_jax.device import (
+    compute_in_fp32,
+    logits_at_once,
+    memory_of,
+    room_for_activations,
+)
 from areal_x_jax.forward import Forward, Rows
 from areal_x_jax.images import image_arrays
+from areal_x_jax.packed_cudnn import run_ends
 from areal_x_jax.parameters import Params
 from areal_x_jax.sampler import Sampler
 from areal_x_jax.sharding import (
@@ -78,6 +85,8 @@ class Trainer(HuggingFaceTrainer):
         on_cpu = jax.local_devices()[0].platform == "cpu"
         precision = {"auto": "fp32" if on_cpu else "bf16"}.get(config.precision, config.precision)
         self.dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
+        if precision == "fp32":
+            compute_in_fp32(jax.local_devices()[0].platform)
         self.directory = model_dir.resolve(config.model.path)
         model_dir.check_head(self.directory, config.head)
         self.arch = read_architecture(model_dir.read_config(self.directory), config.head)
@@ -111,13 +120,22 @@ class Trainer(HuggingFaceTrainer):
         self._resting_shardings: Any = None  # of the state while it rests
         self.version = 0
         self.threads: int | None = None  # XLA chooses them
+        memory, platform = memory_of(jax.local_devices()[0]), jax.default_backend()
         self.forward = Forward(
             config=config,
             arch=self.arch,
             teacher_arch=self.teacher_arch,
             partitioner=self.partitioner,
             dtype=self.dtype,
+            room=room_for_activations(
+                memory, (self.params, self.moments, self.base, self.teacher), self.dtype
+            ),
+            logits=logits_at_once(memory),
         )
+        # Kernels that read ends of sequences are those of one GPU, in bf16.
+        named = config.model.attention in ("auto", "packed_cudnn")
+        low = self.dtype == jnp.bfloat16
+        self._reads_ends = platform == "gpu" and low and named and self.mesh.size == 1
         self._steps: dict[Loss, Any] = {}
         self._step_logp: tuple[jax.Array | None, int] = None, 0  # and the number of its rows
         # Whole rows, so that a process with their first tokens has the others too.
@@ -356,7 +374,7 @@ class Trainer(HuggingFaceTrainer):
         def lay_out(sharding: NamedSharding, x: np.ndarray) -> jax.Array:
             dtype = np.float32 if x.dtype == np.float64 else x.dtype
             padded = np.zeros((capacity * own, *x.shape[1:]), dtype)
-            padded[:rows] = x
+            padded[: len(x)] = x
             laid_out = padded.reshape(capacity, own, *x.shape[1:])
             if self.shares.is_all:
                 return put_sharded(laid_out, sharding)
@@ -367,7 +385,14 @@ class Trainer(HuggingFaceTrainer):
         )
         if batch.kept is not None:  # a list for each row, not an entry for each token
             tokens = tokens.replace(kept=lay_out(self.whole_rows, batch.kept))
-        return (tokens, jax.tree.map(partial(lay_out, self.whole_rows), images)), np.int32(count)
+        ends = None
+        if self._reads_ends:
+            ends = run_ends(np.pad(batch.segment_ids, ((0, capacity * own - rows), (0, 0))))
+        return Rows(
+            tokens,
+            jax.tree.map(partial(lay_out, self.whole_rows), images),
+            None if ends is None else lay_out(self.whole_rows, ends),
+        ), np.int32(count)
 
 
 def check_deterministic(platform: str) -> None:

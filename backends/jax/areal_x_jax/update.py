@@ -36,7 +36,7 @@ def update_step(
     """
 
     def objective(params: Params, of_micro: Rows) -> tuple[Array, Any]:
-        micro, _ = of_micro
+        micro = of_micro.batch
         policy, imbalance = forward.policy(params, base, of_micro, forward.config.entropy, teacher)
         terms, metrics = evaluate_loss(loss, policy, micro)
         masked = {name: jnp.where(micro.mask, x, 0) for name, x in metrics.items()}
@@ -66,7 +66,7 @@ def update_step(
     (value, (metrics, logp)), gradient = jax.eval_shape(differentiate, params, micro_batch(rows, 0))
     kinds = (value, metrics), gradient
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
-    kept = jax.tree.map(lambda x: jnp.zeros(rows[0].tokens.shape, x.dtype), logp)
+    kept = jax.tree.map(lambda x: jnp.zeros(rows.batch.tokens.shape, x.dtype), logp)
     (value, metrics), gradient, kept = jax.lax.fori_loop(0, count, add, (*zeros, kept))
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(value) & jnp.isfinite(norm)

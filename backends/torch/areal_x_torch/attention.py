@@ -8,10 +8,11 @@ sequence.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import accumulate, groupby
 from typing import Any, TypeAlias
@@ -19,18 +20,23 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from areal_x.errors import ConfigError, one_of
-from areal_x_torch import masks, npu_attention
+from areal_x_torch import kept_attention, masks, npu_attention
 from areal_x_torch.masks import Visible, window_of
 
 ATTENTION = "areal_x_segments"
-NAMES = ("auto", "sdpa", "flash", "npu")
+VARLEN = "torch.nn.attention.varlen"
+NAMES = ("auto", "sdpa", "flash", "varlen", "npu")
 # Queries that attend at once if a mask is needed: it has that many rows, and a window more columns.
 BLOCK = 512
-FLASH_HEAD_DIM = 256  # widest head that flash-attn supports
+# Sequences from which on scaled_dot_product_attention, which is cuDNN's on recent GPUs, is faster than
+# flash attention of all together (on an H200 twice as fast); and what their lengths are rounded up to,
+# because a new length takes cuDNN 80 ms to prepare.
+LONG, GRAIN = 4096, 1024
+FLASH_HEAD_DIM = 256  # widest head that flash attention supports
 
 Queries: TypeAlias = Float[Tensor, "rows heads tokens head_dim"]
 Keys: TypeAlias = Float[Tensor, "rows kv_heads tokens head_dim"]
@@ -81,6 +87,20 @@ class Segments:
     @property
     def longest(self) -> int:
         return max(self.seen)
+
+    @cached_property
+    def long(self) -> int:
+        """Number of long sequences before the first other one; 0 if any continues another."""
+        if self.shares:
+            return 0
+        return next(
+            (i for i, length in enumerate(self.lengths) if length < LONG), len(self.lengths)
+        )
+
+    @cached_property
+    def rest(self) -> Segments:
+        """The sequences after the first long ones."""
+        return Segments.of(self.lengths[self.long :], self.attend, self.bounds.device)
 
     @cached_property
     def keys(self) -> Int32[Tensor, " keys"]:
@@ -152,7 +172,9 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     window = None if window is None or window >= segments.longest else window
-    return segments.attend(query, key, value, segments, scale, window, softcap, s_aux), None
+    computed = partial(segments.attend, query, key, value, segments, scale, window, softcap, s_aux)
+    inputs = (query, key, value) if s_aux is None else (query, key, value, s_aux)
+    return kept_attention.attended(computed, *inputs), None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -161,32 +183,38 @@ masks.register(ATTENTION)
 
 def choose(how: str, device: torch.device, dtype: torch.dtype) -> Attend:
     """Returns the implementation for `model.attention`: "auto" is flash-attn if it is installed and
-    supports the device and the compute precision, torch_npu's kernel on an NPU, else torch's
-    scaled_dot_product_attention.
+    supports the device and the compute precision, else torch's own kernel for sequences of
+    different lengths, torch_npu's on an NPU, else torch's scaled_dot_product_attention.
 
     Raises: ConfigError for an unknown name, and for an implementation that cannot work here.
     """
     one_of("model.attention", how, NAMES)
-    lacks = {"sdpa": None, "flash": _flash_lacks(device, dtype), "npu": _npu_lacks(device)}
+    flash_attn = (
+        "flash_attn",
+        "the package flash-attn (pip install flash-attn --no-build-isolation)",
+    )
+    lacks = {
+        "sdpa": None,
+        "flash": _cuda_lacks(device, dtype, *flash_attn),
+        "varlen": _cuda_lacks(device, dtype, VARLEN, "torch 2.10 or later"),
+        "npu": _npu_lacks(device),
+    }
     if how == "auto":
-        how = next(name for name in ("flash", "npu", "sdpa") if lacks[name] is None)
+        how = next(name for name in ("flash", "varlen", "npu", "sdpa") if lacks[name] is None)
     if lacks[how] is not None:
         raise ConfigError(
             "model.attention", how, f"'auto' or 'sdpa' here: {how} needs {lacks[how]}"
         )
-    return {"sdpa": sdpa, "flash": flash, "npu": npu}[how]
+    return {"sdpa": sdpa, "flash": flash, "varlen": varlen, "npu": npu}[how]
 
 
-def _flash_lacks(device: torch.device, dtype: torch.dtype) -> str | None:
+def _cuda_lacks(device: torch.device, dtype: torch.dtype, module: str, needs: str) -> str | None:
+    """Returns what a kernel of flash attention lacks, None for nothing. needs: what has `module`."""
     if device.type != "cuda":
         return f"a CUDA device, and this is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return "trainer.precision = 'bf16'"
-    return (
-        None
-        if find_spec("flash_attn")
-        else "the package flash-attn (pip install flash-attn --no-build-isolation)"
-    )
+    return None if find_spec(module) else needs
 
 
 def _npu_lacks(device: torch.device) -> str | None:
@@ -305,22 +333,14 @@ def flash(
 ) -> Attended:
     """flash-attn's kernel for sequences of different lengths; `sdpa` for sinks, and for heads that
     are too wide or unlike for it. Experimental: tested against a stand-in, never on a GPU."""
-    wide = query.shape[3] > FLASH_HEAD_DIM or query.shape[3] != value.shape[3]
-    if wide or sinks is not None:
+    if not _flash_takes(query, value) or sinks is not None:
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     from flash_attn import flash_attn_varlen_func
 
-    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
-    key_bounds = segments.bounds
-    if segments.shares:  # each with a copy of the prompt that it continues
-        keys, values = (x.index_select(0, segments.keys) for x in (keys, values))
-        key_bounds = segments.key_bounds
     return flash_attn_varlen_func(
-        queries,
-        keys,
-        values,
+        *_one_after_another(query, key, value, segments),
         cu_seqlens_q=segments.bounds,
-        cu_seqlens_k=key_bounds,
+        cu_seqlens_k=segments.key_bounds if segments.shares else segments.bounds,
         max_seqlen_q=max(segments.lengths),
         max_seqlen_k=segments.longest,
         softmax_scale=scale,
@@ -328,6 +348,80 @@ def flash(
         window_size=(-1, -1) if window is None else (window - 1, 0),
         softcap=softcap or 0.0,
     )[None]
+
+
+def varlen(
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Sinks | None = None,
+) -> Attended:
+    """torch's own flash attention for sequences of different lengths, and its
+    scaled_dot_product_attention for each long one; `sdpa` for capped scores and sinks, and for heads
+    that are too wide or unlike for it."""
+    if not _flash_takes(query, value) or softcap is not None or sinks is not None:
+        return sdpa(query, key, value, segments, scale, window, softcap, sinks)
+    if segments.long and window is None:
+        long = segments.lengths[: segments.long]
+        parts = zip(
+            *(x.split([*long, x.shape[2] - sum(long)], dim=2) for x in (query, key, value)),
+            strict=True,
+        )
+        *first, rest = parts
+        found = [_whole(*part, scale) for part in first]
+        if rest[0].shape[2]:
+            found.append(varlen(*rest, segments.rest, scale, window, softcap))
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+    attended: Tensor = _varlen_kernel()(
+        *_one_after_another(query, key, value, segments),
+        segments.bounds,
+        segments.key_bounds if segments.shares else segments.bounds,
+        max(segments.lengths),
+        segments.longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),  # aligned to the last key
+    )
+    return attended[None]
+
+
+def _whole(query: Queries, key: Keys, value: Keys, scale: float) -> Attended:
+    """Returns the attention of one sequence, which does not see the padding after it."""
+    length = query.shape[2]
+    if padding := -length % GRAIN:
+        query, key, value = (pad(x, (0, 0, 0, padding)) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    found = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return found[:, :, :length].transpose(1, 2)
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Tensor]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Later versions want to be asked for what the kernel has always supported.
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
+
+
+def _flash_takes(query: Queries, value: Keys) -> bool:
+    return query.shape[3] <= FLASH_HEAD_DIM and query.shape[3] == value.shape[3]
+
+
+def _one_after_another(
+    query: Queries, key: Keys, value: Keys, segments: Segments
+) -> list[Float[Tensor, "tokens _ head_dim"]]:
+    """Returns queries, keys and values with the tokens first, and with a copy of the prompt that a
+    sequence continues before its own keys."""
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    if segments.shares:
+        keys, values = (x.index_select(0, segments.keys) for x in (keys, values))
+    return [queries, keys, values]
 
 
 def npu(

@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x_torch import kept_attention
 from areal_x_torch.experts import recompute_contexts
 
 # Operations whose results "products" saves: products with kernels, experts' too, and attention, by
 # parts of its kernels' names. Not bmm, which computes scores.
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
-ATTENTION = "attention", "flash_attn"
+ATTENTION = "attention", "flash_attn", "varlen_attn"
 # Bytes saved per token relative to the outputs of its products, in bf16. Measured for Qwen3, Qwen2,
 # Gemma 3 and a mixture of few experts: 4.0, 3.6, 5.3 and 5.4 if nothing is recomputed, and 1.4, 1.4,
 # 1.4 and 2.2 with "products".
@@ -55,7 +56,14 @@ def prepare(
     if learns and not (config.compile and config.remat == "products"):
         recompute(
             model,
-            partial(choose, config, dtype, product_width(model), free_bytes(model, config, memory)),
+            partial(
+                choose,
+                config,
+                dtype,
+                product_width(model),
+                free_bytes(model, config, memory),
+                attention_bytes(model, dtype),
+            ),
         )
 
 
@@ -67,20 +75,28 @@ def recompute(model: PreTrainedModel, how: Callable[[int], str]) -> None:
 
 
 def choose(
-    config: TrainerConfig, dtype: torch.dtype, products: int, room: int | None, tokens: int
+    config: TrainerConfig,
+    dtype: torch.dtype,
+    products: int,
+    room: int | None,
+    attention: int,
+    tokens: int,
 ) -> str:
-    """Returns what the backward pass recomputes for this many tokens: "nothing", "products" (all
-    but these) or "layers".
+    """Returns what the backward pass recomputes for this many tokens: "nothing", "products" (all but
+    these and attention), "attention" (all but that) or "layers".
 
     "auto" takes the first that fits into the room, and "nothing" if the room is unknown. products:
-    see `product_width`.
+    see `product_width`. attention: see `attention_bytes`.
     """
     if config.remat != "auto":
         return config.remat
-    needed = tokens * products // config.mesh.tensor * dtype.itemsize
-    fits = (how for how, times in KEPT.items() if room is None or times * needed <= room)
-    how = next(fits, "layers")
-    return "nothing" if config.compile and how == "products" else how
+    of_products = tokens * products // config.mesh.tensor * dtype.itemsize
+    needed = {how: times * of_products for how, times in KEPT.items()}
+    if config.compile:
+        # The compiler recomputes what is elementwise.
+        needed = {"nothing": needed["products"]}
+    needed["attention"] = tokens * attention // config.mesh.tensor
+    return next((how for how, x in needed.items() if room is None or x <= room), "layers")
 
 
 def product_width(model: PreTrainedModel) -> int:
@@ -91,8 +107,20 @@ def product_width(model: PreTrainedModel) -> int:
     return sum(x.shape[-2] * (experts if x.ndim == 3 else 1) for x in parameters)
 
 
+def attention_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Returns the bytes per token that are saved if all but attention is recomputed: queries, keys,
+    values, what attention gives, and each block's input."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    of_attention = (2 * heads + 2 * kv_heads) * width * dtype.itemsize
+    input_size = next(model.parameters()).element_size()  # an embedding's, which starts the stream
+    return len(blocks_of(model)) * (of_attention + config.hidden_size * input_size)
+
+
 def free_bytes(model: PreTrainedModel, config: TrainerConfig, memory: int | None) -> int | None:
-    """Returns half of a device's bytes that parameters, gradients and moments leave: the other half
+    """Returns three fifths of a device's bytes that parameters, gradients and moments leave: the rest
     is for the head, gathered blocks and temporaries."""
     if memory is None:
         return None
@@ -102,7 +130,7 @@ def free_bytes(model: PreTrainedModel, config: TrainerConfig, memory: int | None
         sum(x.numel() * (16 if x.requires_grad else x.element_size()) for x in model.parameters())
         // parts
     )
-    return max(memory - (0 if config.offload else state), 0) // 2
+    return max(memory - (0 if config.offload else state), 0) * 3 // 5
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -147,7 +175,10 @@ def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextMan
     first, again = recompute_contexts()
     if how == "layers":
         return first, again
-    keeps, takes = create_selective_checkpoint_contexts(_policy)
+    if how == "attention":
+        keeps, takes = kept_attention.contexts()
+    else:
+        keeps, takes = create_selective_checkpoint_contexts(_policy)
     return _both(first, keeps), _both(again, takes)
 
 

@@ -9,11 +9,15 @@ import torch
 from areal_x.errors import UserError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+# Logits at once where a device's memory is unknown: 64 MiB, in up to three arrays.
+LOGITS = 2**24
+# Bytes of a device's memory for each logit of a block.
+BYTES_PER_LOGIT = 256
 
 
 def find_device() -> torch.device:
     """Returns the accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU. Experimental
-    except for the CPU: no accelerator has been used in tests."""
+    except for the CPU and one CUDA device: no other has been used in tests."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return (
         torch.device("cpu")
@@ -38,6 +42,11 @@ def memory_of(device: torch.device) -> int | None:
         return int(torch.accelerator.get_memory_info(device)[1])
     except (AttributeError, RuntimeError, NotImplementedError):
         return None
+
+
+def logits_at_once(memory: int | None) -> int:
+    """Returns how many logits are computed at a time."""
+    return LOGITS if memory is None else max(LOGITS, memory // BYTES_PER_LOGIT)
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -57,6 +57,9 @@ class Forward:
     distributed: bool
     """True if other processes gather parameters with this one."""
 
+    logits: int
+    """Computed at a time, see `device.logits_at_once`."""
+
     def passes(self, rows: Batch, most: int = 0) -> list[FlatRow]:
         """Returns this process's passes over its rows; at least `most`, as many as the process with
         most makes."""
@@ -164,7 +167,15 @@ class Forward:
         if c.head != "policy":
             return {"values": head.values(hidden, layer.weight)}
         logp, entropies, divergence = head.logprobs(
-            hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher, kept
+            hidden,
+            layer,
+            targets,
+            c.temperature,
+            c.head_chunk,
+            entropy,
+            teacher,
+            kept,
+            self.logits,
         )
         outputs = {"logp": logp, "entropy": entropies, "divergence": divergence}
         return {name: x for name, x in outputs.items() if x is not None}

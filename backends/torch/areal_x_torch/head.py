@@ -25,11 +25,14 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_x.types import Divergence
 from areal_x_torch.collectives import CopyToGroup, GatherFromGroup
+from areal_x_torch.device import LOGITS
+from areal_x_torch.fusion import fused
 from areal_x_torch.model import Head, softcapped
 
-# Logits at once if the caller gives no number: 64 MiB, in up to three arrays.
-LOGITS = 2**24
 NARROWEST = 512  # least columns of a block: narrower products are slow
+# Blocks of logits whose products are worth saving on an accelerator.
+SAVED_BLOCKS = 8
+TILE = 128  # columns of a block are a multiple: products of odd numbers are several times slower
 # Logits of a block that fit a CPU's cache, so that elementwise operations cost little beside the
 # product.
 CACHED = 2**22
@@ -58,32 +61,33 @@ def logprobs(
     entropy: bool = False,
     teacher: Teacher | None = None,
     kept: Kept | None = None,
+    logits_at_once: int = LOGITS,
 ) -> tuple[Each, Each | None, Each | None]:
     """Returns log softmax(logits / temperature) of the target at each position, in fp32; then, if
     requested, that distribution's entropy and, with a teacher, the divergence of both logits /
     temperature.
 
     `hidden` is the state of the token before the target; the logits are computed in its dtype.
-    chunk: as many logits exist at once as this many positions have; 0 chooses by the vocabulary
-    size. kept: the softmax of a position that has any is over these tokens alone, but not that of a
+    chunk: as many logits exist at once as this many positions have; 0 makes them about
+    `logits_at_once`. kept: the softmax of a position that has any is over these tokens alone, but not that of a
     divergence.
     """
     if head.others is not None:
         hidden = CopyToGroup.apply(hidden, head.others)
     vocabulary, positions = len(head.weight), len(targets)
-    at_once = max(chunk or LOGITS // vocabulary, 1)
+    at_once = max(chunk or logits_at_once // vocabulary, 1)
     if teacher is not None:
         return _by_chunks(hidden, head, targets, temperature, at_once, entropy, teacher, kept)
-    # Saved logits are not recomputed, which saves a quarter of the work and is worth the memory of
-    # two blocks.
-    saved = positions <= (at_once if chunk else 2 * at_once)
-    width = (
-        vocabulary if saved else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
-    )
-    if saved and hidden.device.type == "cpu":
+    # Saved products are not recomputed, which saves a quarter of the work and is worth the memory of
+    # some blocks: an accelerator's products are in bf16 and a block's logits are not.
+    on_cpu = hidden.device.type == "cpu"
+    saved = positions <= (at_once if chunk else (2 if on_cpu else SAVED_BLOCKS) * at_once)
+    width = max(at_once * vocabulary // max(positions, 1), 1 if chunk else NARROWEST)
+    if saved and on_cpu:
         width = max(CACHED // max(positions, 1), NARROWEST)
+    width = even_width(vocabulary, width)
     how = Blocks(
-        width=min(width, vocabulary),
+        width=width,
         saved=saved,
         temperature=temperature,
         softcap=head.softcap,
@@ -181,6 +185,9 @@ class Blocks(NamedTuple):
     others: ProcessGroup | None
     pairs: Pairs | None
 
+    def logits(self, products: Tensor) -> Float[Tensor, "positions columns"]:
+        return _scaled(products, self.softcap, self.temperature)
+
 
 class ByBlocks(torch.autograd.Function):
     """log softmax(capped(hidden @ weightᵀ + bias) / temperature)[target], one number per position;
@@ -206,25 +213,28 @@ class ByBlocks(torch.autograd.Function):
         total, entropy = chosen.new_full((count,), -torch.inf), chosen.new_zeros(count)
         ctx.saved = []
         for number, part in enumerate(_parts(len(weight), how.width)):
-            logits = _logits(hidden, _columns(weight, bias, part, how), how.temperature)
+            products = _products(hidden, _columns(weight, bias, part, how))
             here, own = _within(targets, part)
-            chosen = torch.where(here, logits.gather(1, own)[:, 0], chosen)
             if pairs is not None:
+                logits = how.logits(products)
+                chosen = torch.where(here, logits.gather(1, own)[:, 0], chosen)
                 of_pairs.append(logits[pairs.places(number, part)])
                 if not count:
                     continue
-                logits = logits[pairs.whole]
-            of_block = logits.logsumexp(-1)
+                products, own = products[pairs.whole], own[pairs.whole]
+            picked, of_block, entropy_of_block = fused(_statistics, products)(
+                products, own, how.softcap, how.temperature, how.entropy, how.saved
+            )
+            if pairs is None:
+                chosen = torch.where(here, picked, chosen)
             both = torch.logaddexp(total, of_block)
-            if how.entropy:
-                logp = (logits.clone() if how.saved else logits).sub_(of_block[:, None])
-                entropy_of_block = -logp.exp().mul_(logp).sum(-1)
+            if entropy_of_block is not None:
                 entropy = _part_of(both, total, entropy) + _part_of(
                     both, of_block, entropy_of_block
                 )
             total = both
             if how.saved:
-                ctx.saved.append(logits)
+                ctx.saved.append(products)
         kept = None
         if pairs is not None:
             kept = torch.cat(of_pairs)
@@ -259,15 +269,19 @@ class ByBlocks(torch.autograd.Function):
         if pairs is not None:
             of_whole = every.at(pairs.whole)
             of_pairs = every.at(pairs.positions).of_pairs(kept.clone(), pairs.ids, how)
-        # Overwritten below: a second backward pass recomputes them.
+        # May be overwritten below: a second backward pass recomputes them.
         saved, ctx.saved = ctx.saved, []
+        low = hidden.dtype if grad_bias is None and pairs is None else grad.dtype
         read = hidden if pairs is None else hidden[pairs.whole]
         for number, part in enumerate(_parts(len(weight), how.width)):
             columns = _columns(weight, bias, part, how)
             grad_logits = None
             if len(read):
-                logits = saved[number] if saved else _logits(read, columns, how.temperature)
-                grad_logits = of_whole.of_block(logits, part, how)
+                products = saved[number] if saved else _products(read, columns)
+                of_each = of_whole._replace(targets=of_whole.targets - part.start)
+                grad_logits = fused(_gradient, products)(
+                    products, of_each, how.softcap, how.temperature, low
+                )
             if pairs is not None:
                 dense = grad.new_zeros(len(targets), part.stop - part.start)
                 if grad_logits is not None:
@@ -302,27 +316,17 @@ class Upstream(NamedTuple):
     def at(self, positions: Int[Tensor, " some"]) -> Upstream:
         return Upstream(*(None if x is None else x[positions] for x in self))
 
-    def of_block(
-        self, logits: Float[Tensor, "positions columns"], part: slice, how: Blocks
-    ) -> Float[Tensor, "positions columns"]:
-        """Returns the gradient of a block's products, in the place of its logits."""
-        of_cap = _slope_of_cap(logits, how)
-        grad_logits = self._of_softmax(logits, columns=True)
-        here, own = _within(self.targets, part)
-        grad_logits.scatter_add_(1, own, torch.where(here, self.grad, 0)[:, None])
-        return grad_logits if of_cap is None else grad_logits.mul_(of_cap)
-
     def of_pairs(
         self, logits: Float[Tensor, " pairs"], ids: Int[Tensor, " pairs"], how: Blocks
     ) -> Float[Tensor, " pairs"]:
         """Returns the gradient of one product at each position, in the place of its logit. ids: of
         the products' words."""
-        of_cap = _slope_of_cap(logits, how)
-        grad_logits = self._of_softmax(logits, columns=False)
+        of_cap = _slope_of_cap(logits, how.softcap, how.temperature)
+        grad_logits = self.of_softmax(logits, columns=False)
         grad_logits += torch.where(ids == self.targets, self.grad, 0)
         return grad_logits if of_cap is None else grad_logits.mul_(of_cap)
 
-    def _of_softmax(self, logits: Tensor, columns: bool) -> Tensor:
+    def of_softmax(self, logits: Tensor, columns: bool) -> Tensor:
         def each(x: Each) -> Tensor:
             return x[:, None] if columns else x
 
@@ -332,8 +336,48 @@ class Upstream(NamedTuple):
         return logp.exp_().mul_(-slope)
 
 
-def _slope_of_cap(logits: Tensor, how: Blocks) -> Tensor | None:
-    return 1 - (logits * (how.temperature / how.softcap)).square_() if how.softcap else None
+def _slope_of_cap(logits: Tensor, softcap: float, temperature: float) -> Tensor | None:
+    return 1 - (logits * (temperature / softcap)).square_() if softcap else None
+
+
+def _statistics(
+    products: Float[Tensor, "positions columns"],
+    own: Int[Tensor, "positions 1"],
+    softcap: float,
+    temperature: float,
+    entropy: bool,
+    saved: bool,
+) -> tuple[Each, Each, Each | None]:
+    """Returns a block's logit at the columns `own`, the log of the sum of all logits' exponentials
+    and, if requested, the entropy of their softmax. saved: True if the products are still needed."""
+    logits = _scaled(products, softcap, temperature)
+    picked, total = logits.gather(1, own)[:, 0], logits.logsumexp(-1)
+    if not entropy:
+        return picked, total, None
+    logp = (logits.clone() if saved else logits).sub_(total[:, None])
+    return picked, total, -logp.exp().mul_(logp).sum(-1)
+
+
+def _gradient(
+    products: Float[Tensor, "positions columns"],
+    upstream: Upstream,
+    softcap: float,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Float[Tensor, "positions columns"]:
+    """Returns the gradient of a block's products, perhaps in their place. upstream: with targets
+    relative to the block's first column."""
+    logits, columns = _scaled(products, softcap, temperature), products.shape[1]
+    of_cap = _slope_of_cap(logits, softcap, temperature)
+    grad_logits = upstream.of_softmax(logits, columns=True)
+    targets, grad = upstream.targets[:, None], upstream.grad[:, None]
+    if torch.compiler.is_compiling():  # a scatter would be a pass of its own
+        at = torch.arange(columns, device=targets.device)
+        grad_logits = grad_logits + torch.where(at == targets, grad, 0)
+    else:
+        here = (targets >= 0) & (targets < columns)
+        grad_logits.scatter_add_(1, targets.clamp(0, columns - 1), torch.where(here, grad, 0))
+    return (grad_logits if of_cap is None else grad_logits.mul_(of_cap)).to(dtype)
 
 
 def _own_words(
@@ -425,14 +469,34 @@ def _by_chunks(
     return torch.cat(logp), torch.cat(of_all) if entropy else None, torch.cat(divergence)
 
 
-def _logits(hidden: Tensor, head: Head, temperature: float) -> Float[Tensor, "positions columns"]:
-    """Logits in fp32 from the product on."""
-    logits = softcapped(head._replace(softcap=0.0).logits(hidden).float(), head.softcap)
+def _products(hidden: Tensor, head: Head) -> Float[Tensor, "positions columns"]:
+    """Logits before any cap, in the dtype of `hidden`."""
+    return head._replace(softcap=0.0).logits(hidden)
+
+
+def _scaled(
+    products: Float[Tensor, "positions columns"], softcap: float, temperature: float
+) -> Float[Tensor, "positions columns"]:
+    """Returns logits from products, in fp32."""
+    logits = softcapped(products.float(), softcap)
     return logits if temperature == 1 else logits / temperature
+
+
+def _logits(hidden: Tensor, head: Head, temperature: float) -> Float[Tensor, "positions columns"]:
+    return _scaled(_products(hidden, head), head.softcap, temperature)
 
 
 def _columns(weight: Tensor, bias: Tensor | None, part: slice, how: Blocks) -> Head:
     return Head(weight[part], None if bias is None else bias[part], how.softcap)
+
+
+def even_width(vocabulary: int, most: int) -> int:
+    """Returns the width of the fewest equally wide blocks of at most this many columns; the last may
+    be narrower."""
+    if most >= vocabulary or most < TILE:
+        return min(most, vocabulary)
+    count = -(-vocabulary // (most - most % TILE))
+    return -(-vocabulary // (count * TILE)) * TILE
 
 
 def _parts(size: int, step: int) -> list[slice]:

@@ -46,6 +46,7 @@ from areal_x_torch.collectives import SumOverGroup
 from areal_x_torch.device import (
     compute_dtype,
     find_device,
+    logits_at_once,
     make_deterministic,
     memory_of,
     peak_bytes,
@@ -138,6 +139,7 @@ class Trainer(HuggingFaceTrainer):
             attend=context_parallel.ulysses(attend, self.context),
             context=self.context,
             distributed=self.mesh is not None,
+            logits=logits_at_once(memory_of(self.device)),
         )
         self.summed = replicated_in_tensor_group(self.model, self.mesh)
         self.trained = lora.trained_parameters(self.model, config.lora)
