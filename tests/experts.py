@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_x.batching.packing import Packed, pack
 from areal_x.types import Batch, Trajectory
-from tests.models import log_softmax, reference_model, trajectories
+from tests.models import SIZES, log_softmax, reference_model, trajectories
 
 # Recordings that do not fit a model of two layers that choose two of four experts: their shape per token, their largest number,
 # and words of the error.
@@ -21,6 +21,26 @@ REFUSED = [
     ((2, 2), 4, "has 4 experts"),
     (None, 0, "these have none"),
 ]
+
+
+# Of layers behind a dense one, with routers of sigmoids, biases and groups.
+SIGMOIDS = {**SIZES, "model_type": "glm4_moe", "head_dim": 8, "moe_intermediate_size": 24, "n_routed_experts": 4}
+SIGMOIDS |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
+
+
+def sigmoid_imbalance(directory: Path, made: Sequence[Trajectory]) -> float:
+    """What the routers of transformers' model of SIGMOIDS choose for these sequences, as `expert_imbalance` measures it."""
+    import torch
+
+    model, seen = reference_model(directory), []  # of each sequence, scores as shares and choices
+    model.model.layers[1].mlp.gate.register_forward_hook(
+        lambda _, __, found: seen.append((found[0].sigmoid().detach().numpy(), found[2].numpy()))
+    )
+    for one in made:
+        model(torch.tensor(one.tokens[None]).long())
+    scores, chosen = (np.concatenate(x) for x in zip(*seen, strict=True))
+    share = np.bincount(chosen.ravel(), minlength=4) / len(chosen)
+    return 4 * float((share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum())
 
 
 def batch_of_others(shape: tuple[int, int] | None, largest: int) -> Batch:

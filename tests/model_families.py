@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models import EXPERTS, GEMMA3, LLAMA3, QWEN3, SIZES, YARN
+from tests.models import EXPERTS, GEMMA3, LATENT_WIDTHS, LLAMA3, QWEN3, SIZES, YARN
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ONE_KEY, ALL_KEYS = {"num_key_value_heads": 1}, {"num_key_value_heads": 4}
@@ -30,6 +30,28 @@ OLMO3 = {**OLMO, "model_type": "olmo3", "sliding_window": 5, "num_hidden_layers"
 SMOLLM3 = {**SIZES, "model_type": "smollm3", "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 1}
 MIXTRAL = {**SIZES, **EIGHT, "model_type": "mixtral"}
 LISTED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED, "num_hidden_layers": 3}
+ROUTED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+# One dense layer before those with experts, and none.
+THREE = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
+SPARSE = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
+LATENT = {**SIZES, **LATENT_WIDTHS, **ALL_KEYS, "bos_token_id": 1, "eos_token_id": 1}
+YARN_LATENT = {**YARN, "rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.3}
+DEEPSEEK2 = {**LATENT, **ROUTED, **THREE, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
+DEEPSEEK3 = {**LATENT, **ROUTED, **THREE, "model_type": "deepseek_v3"}
+GLM_MOE = {**SIZES, **ROUTED, **THREE, "model_type": "glm4_moe", "head_dim": 8}
+GLM_LITE = {**LATENT, **ROUTED, "num_hidden_layers": 3, "model_type": "glm4_moe_lite"}
+DOTS = {**QWEN3, **ROUTED, **THREE, "model_type": "dots1"}
+SOLAR = {**QWEN3, **ROUTED, "model_type": "solar_open"}
+YOUTU = {**LATENT, **UNTIED, "model_type": "youtu"}
+ERNIE = {**SIZES, **UNTIED, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
 
 # Model type → its shapes: heads tied or not, keys for one query head or several, windows or none, biases, scaled positions.
 FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
@@ -126,6 +148,60 @@ FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
         b | {"attention_bias": False, "head_dim": 16, **ALL_KEYS},
         b | {"num_hidden_layers": 3, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     ],
+    "deepseek_v2": [
+        DEEPSEEK2 | {"routed_scaling_factor": 1.5},
+        DEEPSEEK2 | TIED | {"q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2},
+        DEEPSEEK2 | SPARSE | {"attention_bias": True, "mlp_bias": True},
+        DEEPSEEK2 | {"rope_parameters": YARN_LATENT},
+    ],
+    "deepseek_v3": [
+        DEEPSEEK3,
+        DEEPSEEK3 | TIED | ONE_GROUP | {"q_lora_rank": None, "routed_scaling_factor": 2.446},
+        DEEPSEEK3 | SPARSE | {"attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
+        DEEPSEEK3 | {"rope_parameters": YARN_LATENT, "v_head_dim": 16},
+    ],
+    "glm4_moe": [
+        GLM_MOE | {"routed_scaling_factor": 1.7, "use_qk_norm": True},
+        GLM_MOE | TIED | ONE_KEY | ONE_GROUP,
+        GLM_MOE | SPARSE | {"attention_bias": True, "head_dim": 16, "norm_topk_prob": False},
+        GLM_MOE | ALL_KEYS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ],
+    "glm4_moe_lite": [
+        GLM_LITE,
+        GLM_LITE | TIED | ONE_GROUP | {"q_lora_rank": None},
+        GLM_LITE | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False},
+        GLM_LITE | {"rope_interleave": False, "rope_parameters": YARN_LATENT},
+    ],
+    "dots1": [
+        DOTS | {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        DOTS | TIED | ONE_KEY | ONE_GROUP,
+        DOTS | SPARSE | ALL_KEYS | {"head_dim": 8},
+        DOTS | {"attention_bias": True, "sliding_window": 5, "layer_types": MIXED},
+    ],
+    "solar_open": [
+        SOLAR,
+        SOLAR | TIED | ONE_KEY | ONE_GROUP,
+        SOLAR | {"attention_bias": True, "norm_topk_prob": False, "head_dim": 8},
+        SOLAR | ALL_KEYS | {"rope_parameters": {**YARN, "rope_theta": 1e4}, "routed_scaling_factor": 1.7},
+    ],
+    "youtu": [
+        YOUTU,
+        YOUTU | TIED | {"q_lora_rank": None},
+        YOUTU | {"attention_bias": True, "rope_interleave": False, "v_head_dim": 16},
+        YOUTU | {"rope_parameters": YARN_LATENT},
+    ],
+    "ernie4_5_moe": [
+        ERNIE | {"num_hidden_layers": 3},
+        ERNIE | TIED | ONE_KEY | {"moe_num_shared_experts": 0},
+        ERNIE | {"num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 1},
+        ERNIE | ALL_KEYS | {"num_hidden_layers": 3, "moe_layer_start_index": 0, "moe_layer_end_index": 1, "head_dim": 16},
+    ],
+}
+# Fields that a config of a family must have: transformers has no default for them, or one that makes no model.
+NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "glm4_moe": {"head_dim": 128},
 }
 CASES = {f"{family}-{number}": config for family, shapes in FAMILY_MODELS.items() for number, config in enumerate(shapes)}
 
@@ -153,9 +229,18 @@ TITLES = {
     "phi3": "Phi-3, Phi-4",
     "glm": "GLM-4 9B",
     "glm4": "GLM-4 0414",
+    "glm4_moe": "GLM-4.5, GLM-4.6",
+    "glm4_moe_lite": "GLM-4.7 Flash",
+    "deepseek_v2": "DeepSeek-V2, V2-Lite",
+    "deepseek_v3": "DeepSeek-V3, R1, Moonlight",
+    "dots1": "dots.llm1",
+    "solar_open": "Solar Open",
+    "ernie4_5_moe": "ERNIE 4.5 MoE",
+    "youtu": "Youtu-LLM",
 }
 COLUMNS = ("full", "LoRA", "tensor", "expert", "context", "stage", "packed", "images")
-MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
+MIXTURES += ("ernie4_5_moe", "solar_open")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
 OF_IMAGES = {family: family for family in SEE}
@@ -178,7 +263,9 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     ("JAX", "tensor"): {JAX_MESHES: OF_SHAPES},
     ("JAX", "expert"): {JAX_MESHES: {family: f"{family}-0" for family in MIXTURES}},
     ("JAX", "context"): {JAX_MESHES: OF_SHAPES},
-    ("JAX", "stage"): {JAX_STAGES: {"qwen3": "even", "qwen3_moe": "even-moe", "gemma3_text": "even-gemma3"}},
+    ("JAX", "stage"): {
+        JAX_STAGES: {"qwen3": "even", "qwen3_moe": "even-moe", "gemma3_text": "even-gemma3", "deepseek_v3": "even-latent"}
+    },
     ("JAX", "packed"): {
         JAX.format(*JAX_PACKED): OF_SHAPES,
         JAX.format("images", "logits_of_packed_rows_are_those_of_transformers"): OF_IMAGES,
@@ -200,6 +287,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "qwen2_5_vl": "adapters-both",
             "qwen3_moe": "mixture-tensor",
             "qwen2_moe": "experts-tensor",
+            "deepseek_v3": "latent-tensor",
         }
     },
     ("torch", "expert"): {TORCH_MESHES: {"qwen3_moe": "context-experts", "qwen2_moe": "experts-tensor", "gpt_oss": "sinks"}},

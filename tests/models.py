@@ -26,6 +26,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 GEMMA3 = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 4}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+# Of latent attention: those of queries and keys, values, and the vectors that they come from, all unlike.
+LATENT_WIDTHS = {"q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 MODELS = {
     "qwen3": QWEN3,
     "qwen3-tied": {**QWEN3, "tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -132,6 +134,11 @@ DIVISIBLE = {
     | EVEN
     | EXPERTS
     | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "even-latent": SIZES
+    | EVEN
+    | EXPERTS
+    | dict(LATENT_WIDTHS, model_type="deepseek_v3", num_key_value_heads=8, n_routed_experts=8, first_k_dense_replace=0)
+    | {"n_group": 4, "topk_group": 2},
     "even-gemma3": GEMMA3 | EVEN | {"sliding_window": 5, "final_logit_softcapping": 3.0},
 }
 
@@ -150,6 +157,9 @@ def write_config(config: dict[str, Any], directory: Path, sees: bool = False, se
     model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(AutoConfig.for_model(**config))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     model.save_pretrained(directory)
     return directory
 

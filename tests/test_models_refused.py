@@ -15,6 +15,7 @@ from areal_x.errors import UserError
 from areal_x.protocols.backends import create_trainer, find_backend
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.testing.models import write_model
+from tests.model_families import NEEDED
 from tests.models import SIZES, write_config
 from tests.thorough import further
 
@@ -180,7 +181,8 @@ def default_config(model_type: str) -> dict[str, Any]:
         | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
         | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
-    return config | {"architectures": [names[model_type]] if model_type in names else None}
+    architectures = [names[model_type]] if model_type in names else None
+    return config | NEEDED.get(model_type, {}) | {"architectures": architectures}
 
 
 def refusals(look: Callable[[dict[str, Any]], Any], of_language: bool) -> dict[str, str]:

@@ -128,8 +128,8 @@ def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -
         config.get("intermediate_size", 0),
     )
     heads = config["num_attention_heads"]
-    head, kv = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
-    outputs = 2 * hidden + (heads + 2 * kv) * head + 2 * inner
+    query = heads * (sum(latent_widths(config)) or config.get("head_dim") or hidden // heads)
+    outputs = 2 * hidden + query + cached_features(config) + 2 * inner
     kept = hidden * layers + outputs if trainer.remat == "layers" else layers * (hidden + outputs)
     return float(tokens * kept * item)
 
@@ -150,10 +150,26 @@ def engine_bytes(settings: Settings, model: Model, devices: Devices, item: int) 
     return gpu_share(config.arguments, config.binding) * devices.memory
 
 
-def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+def cached_features(config: Mapping[str, Any]) -> int:
+    """Features of a layer's keys and values. Those of latent attention are cached as all heads have
+    them."""
+    heads = int(config["num_attention_heads"])
+    if widths := latent_widths(config):
+        return heads * (sum(widths) + int(config["v_head_dim"]))
     head = config.get("head_dim") or config["hidden_size"] // heads
-    per_token = layers * 2 * (config.get("num_key_value_heads") or heads) * head * item
+    return int(2 * (config.get("num_key_value_heads") or heads) * head)
+
+
+def latent_widths(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the features of a head's queries and keys with latent attention, plain and rotated; ()
+    with other attention."""
+    if not config.get("kv_lora_rank"):
+        return ()
+    return int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+
+
+def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
+    per_token = config["num_hidden_layers"] * cached_features(config) * item
     return float(
         settings.embedded.slots * (settings.embedded.context or settings.row_length) * per_token
     )

@@ -36,11 +36,12 @@ def packed(*rows: tuple[int, ...], length: int) -> np.ndarray:
 IDS = packed((17, 1, 22, 7), (37, 13), (5,), length=53)  # no multiple of the block, no end of a segment at its ends
 
 
-def draw(ids: np.ndarray, group: int = 2, kv_heads: int = 2) -> list[np.ndarray]:
+def draw(ids: np.ndarray, group: int = 2, kv_heads: int = 2, value_dim: int = HEAD_DIM) -> list[np.ndarray]:
     """Query, key, value and a gradient of what is attended, which is 0 at padding as a loss's is."""
     rng = np.random.default_rng(0)
     heads = (group * kv_heads, kv_heads, kv_heads, group * kv_heads)
-    query, key, value, gradient = (rng.normal(size=(*ids.shape, n, HEAD_DIM)).astype(np.float32) for n in heads)
+    sizes = zip(heads, (HEAD_DIM, HEAD_DIM, value_dim, value_dim), strict=True)
+    query, key, value, gradient = (rng.normal(size=(*ids.shape, *size)).astype(np.float32) for size in sizes)
     return [query, key, value, gradient * (ids > 0)[..., None, None]]
 
 
@@ -56,7 +57,7 @@ def formula(
     time."""
     query, key, value, gradient = (x.astype(np.float64) for x in inputs)
     group = query.shape[2] // key.shape[2]
-    attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (query, query, key, value))
+    attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (gradient, query, key, value))
     d_sinks = np.zeros(query.shape[2])
     for row, i, head in np.ndindex(query.shape[:3]):
         first = max(0, i - window + 1) if window else 0
@@ -140,14 +141,24 @@ def test_a_sink_takes_part_in_the_softmax_of_its_head(
     assert np.abs(wanted[-1]).min() > 0.01
 
 
-def test_no_kernel_of_a_platform_is_given_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("value_dim", [5, *further(12)])
+def test_values_may_have_other_features_than_keys(way: Callable[..., jax.Array], value_dim: int) -> None:
+    inputs = draw(IDS, value_dim=value_dim)
+    assert_close(computed(way, inputs, AttentionMask(IDS, IDS)), formula(inputs, IDS))
+
+
+def test_no_kernel_of_a_platform_is_given_sinks_or_values_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
     takes_all = Candidate(jax.default_backend(), dense, lambda *_: True, "nothing")
     monkeypatch.setattr(attention, "CANDIDATES", {"any": takes_all})
     query, key, *_ = draw(IDS)
     seen = AttentionMask(IDS, IDS)
     with pytest.raises(ConfigError, match="no sinks"):
-        attention.choose(query, key, seen, 0.0, "any", sinks=True)
-    assert attention.choose(query, key, seen, 0.0, "auto", sinks=True) is dense
+        attention.choose(query, key, seen, 0.0, "any", special=True)
+    assert attention.choose(query, key, seen, 0.0, "auto", special=True) is dense
+    query, key, value, _ = draw(IDS, value_dim=5)
+    with pytest.raises(ConfigError, match="values as wide as keys"):
+        attend(query, key, value, seen, scale=SCALE, implementation="any")
 
 
 # Two prompts that others go on from, one of them at a row's end, between sequences that share nothing.

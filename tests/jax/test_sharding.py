@@ -12,7 +12,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_jax.architecture import read_architecture
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner, check_divisible, make_partitioner
-from tests.models import MODELS, MORE
+from tests.models import DIVISIBLE, MODELS, MORE
 from tests.thorough import further, thorough
 
 from .meshes import learn, learn_on
@@ -26,15 +26,16 @@ MESHES = {
         {"stage": 2, "fsdp": 2, "tensor": 2},
     ),
     "even-moe": ({"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}, {"stage": 2, "data": 2, "expert": 2}),
+    "even-latent": ({"fsdp": 2, "tensor": 2, "context": 2}, {"stage": 2, "expert": 2, "tensor": 2}),
     "even-gemma3": ({"fsdp": 2, "context": 2, "tensor": 2}, {"stage": 4, "context": 2}),
 }
 # Of the parameters, how much the first device has at most: norms are whole, and "expert" splits experts alone, not what stands
 # between them.
-SHARE = {"even": 0.3, "even-moe": 0.75, "even-gemma3": 0.3}
+SHARE = {"even": 0.3, "even-moe": 0.75, "even-latent": 0.5, "even-gemma3": 0.3}
 
 
 @thorough
-@pytest.mark.parametrize("name", ["even", *further("even-moe", "even-gemma3")])
+@pytest.mark.parametrize("name", ["even", *further("even-moe", "even-latent", "even-gemma3")])
 def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between(name: str, model_dir_of: MadeModel) -> None:
     alone = learn(model_dir_of(name), {})
     assert alone["share"] == alone["programs"] == 1
@@ -59,6 +60,9 @@ def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_betwe
         ("qwen3-moe", "expert", 3, "mesh.expert = 3 does not divide the 4 experts"),
         ("qwen2-moe-odd", "tensor", 2, "mesh.tensor = 2 does not divide the 41 features of the shared expert"),
         ("qwen3", "expert", 2, "mesh.expert = 2 needs a model with experts"),
+        ("latent", "tensor", 3, "mesh.tensor = 3 does not divide the 8 heads"),
+        ("latent", "fsdp", 32, "mesh.fsdp = 32 does not divide the 24 features of the keys' latent vector"),
+        ("latent", "stage", 3, "mesh.stage = 3 gives stages different kinds of layers, as the layers 0 have no experts"),
         ("qwen3", "stage", 3, "mesh.stage = 3 does not divide the 2 layers"),
         ("qwen2-moe-odd", "stage", 2, "mesh.stage = 2 gives stages different kinds of layers, as the layers 0 have no experts"),
     ],
@@ -69,7 +73,9 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, 
             return size if axis in axes else 1
 
     architectures = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
+    architectures["deepseek_v3"] = "DeepseekV3ForCausalLM"
     odd = {"qwen2-moe-odd": MORE["qwen2-moe"] | {"shared_expert_intermediate_size": 41, "mlp_only_layers": [0]}}
+    odd["latent"] = DIVISIBLE["even-latent"] | {"num_hidden_layers": 3, "first_k_dense_replace": 1}
     config = (MODELS | MORE | odd)[name]
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
         check_divisible(Sized(), read_architecture({**config, "architectures": [architectures[str(config["model_type"])]]}))

@@ -465,6 +465,15 @@ def test_memory_is_counted_by_parameter_and_by_token(experiment: Experiment) -> 
     assert memory.estimate(fewer, qwen(10**9), GPU).state == 10e9
 
 
+def test_latent_attention_is_cached_as_all_heads_have_it(experiment: Experiment) -> None:
+    run = replace(experiment, embedded=EmbeddedConfig(slots=3), row_length=1024)
+    plain = qwen(10**9)
+    widths = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
+    latent = SimpleNamespace(parameters=10**9, config={**plain.config, **widths, "num_key_value_heads": 12})
+    assert memory.estimate(run, plain, GPU).engine == 2e9 + 3 * 1024 * 28 * 2 * (2 * 128) * 2
+    assert memory.estimate(run, latent, GPU).engine == 2e9 + 3 * 1024 * 28 * 12 * (128 + 64 + 96) * 2
+
+
 @pytest.mark.parametrize(
     "parameters, changes, binding",
     [

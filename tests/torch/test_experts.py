@@ -27,7 +27,7 @@ from areal_x.types import Batch
 from areal_x_torch import experts
 from areal_x_torch.sharding import check_model
 from areal_x_torch.trainer import Trainer
-from tests.experts import REFUSED, assert_replays, batch_of_others, recorded
+from tests.experts import REFUSED, SIGMOIDS, assert_replays, batch_of_others, recorded, sigmoid_imbalance
 from tests.models import SIZES, trajectories, write_config
 
 TOKENS, COUNT, PER_TOKEN = 11, 5, 2
@@ -237,29 +237,15 @@ def test_a_sampler_takes_a_mixture_from_its_trainer(model_dir_of: Callable[[str]
         torch.testing.assert_close(drawn_with[name], x, rtol=0, atol=0)
 
 
-GLM = {**SIZES, "model_type": "glm4_moe", "head_dim": 8, "moe_intermediate_size": 24, "n_routed_experts": 4}
-GLM |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
-
-
 @pytest.mark.parametrize("normalised", [True, False])
 def test_routers_with_sigmoids_are_pushed_and_replayed(normalised: bool, tmp_path: Path) -> None:
-    directory, (made, packed) = write_config(GLM | {"norm_topk_prob": normalised}, tmp_path), replayable()
+    directory, (made, packed) = write_config(SIGMOIDS | {"norm_topk_prob": normalised}, tmp_path), replayable()
     trainer = make_trainer(directory, replay_experts=True)
     assert_replays(trainer, make_trainer(directory), directory, made, packed)
 
     batch = expert_weights(pack(made, 64).batch)  # one micro-batch
-    seen: list[tuple[np.ndarray, np.ndarray]] = []  # of each sequence, scores as shares and choices
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    theirs.model.layers[1].mlp.gate.register_forward_hook(
-        lambda _, __, found: seen.append((found[0].sigmoid().detach().numpy(), found[2].numpy()))
-    )
-    for one in made:
-        theirs(torch.tensor(one.tokens[None]).long())
-    scores, chosen = (np.concatenate(x) for x in zip(*seen, strict=True))
-    share = np.bincount(chosen.ravel(), minlength=4) / len(chosen)
-    expected = 4 * float((share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum())
     pushed = make_trainer(directory, optimizer=STILL, balance=0.5).update(batch, losses.sft)
-    assert pushed["expert_imbalance"] == pytest.approx(expected, rel=1e-5)
+    assert pushed["expert_imbalance"] == pytest.approx(sigmoid_imbalance(directory, made), rel=1e-5)
 
 
 GROUPS = {"n_routed_experts": 8, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "topk_method": "greedy"}

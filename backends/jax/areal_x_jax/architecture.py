@@ -6,14 +6,16 @@ Families differ in fields, never in subclasses: areal_x_jax.families lists them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import text_config
 from areal_x_jax.families import ParsedConfig, parse_config, refuse_features
+from areal_x_jax.latent_attention import Latent, latent_of, latent_scale
 from areal_x_jax.rope import Rope, rope_indices, ropes_of
+from areal_x_jax.routers import Router, dense_layers, router_of
 from areal_x_jax.vision_architecture import VisionArchitecture, read_vision_architecture
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -42,6 +44,12 @@ class Experts:
     clamp: tuple[float, float] | None = None
     """Slope and limit of a clamped activation, α and l in `experts.clamped`, for experts and a
     router with biases; None for a gated MLP without."""
+
+    router: Router = field(default_factory=Router)
+    """How experts are chosen and weighed."""
+
+    shared_gate: bool = True
+    """True if the shared expert's output is multiplied by a gate of its own."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,14 @@ class Architecture:
 
     experts: Experts | None = None
 
+    latent: Latent | None = None
+    """Multi-head latent attention, where head_dim is that of queries and keys; None for other
+    attention."""
+
+    predictors: int = 0
+    """Layers after the last in which a checkpoint may have heads for further tokens. They are not
+    read: transformers leaves them out too."""
+
     vision: VisionArchitecture | None = None
     """The vision tower of a vision-language model."""
 
@@ -153,6 +169,16 @@ class Architecture:
     adapters: Adapters | None = None
     """None for the decoder itself; otherwise the parameters are those trained beside a frozen
     decoder of this architecture."""
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that rotations are made for (`Rope.part` of them are rotated)."""
+        return self.latent.rotated if self.latent else self.head_dim
 
     def layers_in(self, stack: str) -> tuple[int, ...]:
         """Returns the layers whose parameters a stack holds: all "layers" or, with a mixture, the
@@ -175,6 +201,8 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
     family, text = described.family, described.text
     gemma, layers, heads = family.gemma, text.num_hidden_layers, text.num_attention_heads
     vision = read_vision_architecture(config) if family.has_vision else None
+    written = text_config(config)
+    latent = latent_of(described, written)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = text.num_key_value_heads or heads
     activation = text.hidden_activation if gemma else text.hidden_act
@@ -207,6 +235,10 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
             f"config.json: {heads} heads of head_dim = {head_dim} do not make up hidden_size ="
             f" {text.hidden_size}"
         )
+    scale = (text.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+    if latent is not None:
+        head_dim = latent.plain + latent.rotated
+        scale = latent_scale(latent, ropes[0], text.rope_parameters)
     asked = [bias for key, named in family.biases.items() if getattr(text, key) for bias in named]
     return Architecture(
         vocab=text.vocab_size,
@@ -215,16 +247,14 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=text.intermediate_size,
+        intermediate=getattr(text, "intermediate_size", 0),  # none without dense layers
         eps=text.layer_norm_eps if family.centred else text.rms_norm_eps,
         ropes=ropes,
         layer_ropes=rope_indices(described, windows),
         windows=windows,
-        scale=own(
-            "attention_multiplier", (text.query_pre_attn_scalar if gemma else head_dim) ** -0.5
-        ),
+        scale=own("attention_multiplier", scale),
         biases=frozenset([*asked, *family.always]),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm or ("use_qk_norm" in family.reads and text.use_qk_norm),
         tied=bool(described.whole.tie_word_embeddings),
         scores=head != "policy",
         activation=ACTIVATIONS[activation],
@@ -234,7 +264,9 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         logit_scale=(
             own("logit_scale", 1.0) / own("logits_scaling", 1.0) if head == "policy" else 1.0
         ),
-        interleaved=family.interleaved,
+        interleaved=(
+            bool(text.rope_interleave) if "rope_interleave" in family.reads else family.interleaved
+        ),
         sinks=family.sinks,
         fused=family.fused,
         names=family.names,
@@ -244,7 +276,9 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         norm_offset=gemma,
         out_norms=family.out_norms,
         logit_softcap=(getattr(text, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
-        experts=experts_of(described),
+        experts=routed_experts(described, written) if family.router else experts_of(described),
+        latent=latent,
+        predictors=(getattr(text, "num_nextn_predict_layers", 0) or 0) if family.router else 0,
         vision=vision,
         context=context_of(text.max_position_embeddings, ropes[0]),
     )
@@ -330,6 +364,32 @@ def experts_of(described: ParsedConfig) -> Experts | None:
         shared=shared,
         dense=tuple(i for i in layers if i not in sparse),
         clamp=(float(text.swiglu_alpha), float(text.swiglu_limit)) if family.clamped else None,
+    )
+
+
+def routed_experts(described: ParsedConfig, written: Mapping[str, Any]) -> Experts | None:
+    """The same for families with a rule of their own (areal_x_jax.routers). written: config.json."""
+    text, ernie = described.text, described.family.router == "statics"
+    count = text.moe_num_experts if ernie else text.n_routed_experts
+    shared = text.moe_num_shared_experts if ernie else text.n_shared_experts
+    per_token, dense = text.num_experts_per_tok, dense_layers(described, written)
+    if len(dense) == text.num_hidden_layers:
+        return None
+    if not count or not per_token or per_token > count:
+        raise UserError(
+            f"config.json: num_experts_per_tok = {per_token} is not between 1 and the number of"
+            f" experts, {count}"
+        )
+    refuse_features({"a shared expert without features": not shared and not ernie})
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate=text.moe_intermediate_size,
+        normalised=ernie or bool(text.norm_topk_prob),
+        shared=shared * text.moe_intermediate_size,
+        dense=dense,
+        router=router_of(described, written, count),
+        shared_gate=False,
     )
 
 

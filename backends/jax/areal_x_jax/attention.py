@@ -15,7 +15,15 @@ from jaxtyping import Array, Float
 from areal_x.errors import ConfigError, one_of
 from areal_x_jax.attention_kernels import CANDIDATES, MASK_BYTES, mask_bytes, trusted
 from areal_x_jax.blocked_attention import blocked
-from areal_x_jax.dense_attention import Attend, AttentionMask, Keys, Queries, attention_bias, dense
+from areal_x_jax.dense_attention import (
+    Attend,
+    AttentionMask,
+    Keys,
+    Queries,
+    Values,
+    attention_bias,
+    dense,
+)
 
 # Up to this length dense is as fast as blocked on a CPU (forward and backward in fp32, one sequence
 # per row); at 512 it takes 1.4 times as long, at 2,048 nearly three times, and more if a row holds
@@ -39,7 +47,7 @@ def prepare(mask: AttentionMask, implementation: str = "auto") -> AttentionMask:
 def attend(
     query: Queries,
     key: Keys,
-    value: Keys,
+    value: Values,
     mask: AttentionMask,
     *,
     scale: float,
@@ -48,7 +56,7 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "rows queries features"]:
     """Returns softmax(scale * query @ key) @ value over the visible keys; features are heads *
-    head_dim. The softmax is in fp32.
+    value_dim. The softmax is in fp32.
 
     heads share kv_heads in equal groups. sinks: a score of each head that the softmax has beside
     the keys', with a value of 0. softcap: if not 0, scores are softcap * tanh(scores / softcap).
@@ -57,7 +65,8 @@ def attend(
 
     Raises: ConfigError for an unknown name, or a candidate that cannot work here.
     """
-    chosen = choose(query, key, mask, softcap, implementation, sinks is not None)
+    plain = sinks is not None or value.shape[-1] != key.shape[-1]
+    chosen = choose(query, key, mask, softcap, implementation, plain)
     with_sinks = {} if sinks is None else {"sinks": sinks}
     attended = chosen(query, key, value, mask, scale, softcap, **with_sinks)
     return attended.reshape(*query.shape[:2], -1)
@@ -69,10 +78,10 @@ def choose(
     mask: AttentionMask,
     softcap: float,
     implementation: str,
-    sinks: bool = False,
+    special: bool = False,
 ) -> Attend:
-    """Returns the implementation that `attend` calls. sinks: whether it is given any, which no
-    candidate takes."""
+    """Returns the implementation that `attend` calls. special: whether there are sinks, or values of
+    other features than keys, which no candidate takes."""
     one_of("model.attention", implementation, ("auto", "dense", "blocked", *CANDIDATES))
     if implementation in ("dense", "blocked"):
         return dense if implementation == "dense" else blocked
@@ -81,7 +90,7 @@ def choose(
     for name, candidate in CANDIDATES.items():
         if implementation not in ("auto", name):
             continue
-        takes = not sinks and candidate.takes(query, key, mask, softcap)
+        takes = not special and candidate.takes(query, key, mask, softcap)
         if platform == candidate.platform and takes:
             group = query.shape[2] // key.shape[2]
             if trusted(name, candidate, group, query.shape[3], str(query.dtype), softcap):
@@ -90,6 +99,7 @@ def choose(
             raise ConfigError(
                 "model.attention",
                 implementation,
-                f"'auto', 'dense' or 'blocked' here: {name} needs {candidate.needs}, and no sinks",
+                f"'auto', 'dense' or 'blocked' here: {name} needs {candidate.needs}, no sinks, and"
+                " values as wide as keys",
             )
     return plain

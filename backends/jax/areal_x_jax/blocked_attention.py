@@ -17,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax.dense_attention import (
     HIDDEN,
+    Attended,
     AttentionMask,
     Keys,
     Queries,
+    Values,
     group_heads,
     group_sinks,
     is_statically_zero,
@@ -37,13 +39,13 @@ KEPT = "attention"
 def blocked(
     query: Queries,
     key: Keys,
-    value: Keys,
+    value: Values,
     mask: AttentionMask,
     scale: float,
     softcap: float = 0.0,
     block: int | None = None,
     sinks: Float[Array, " heads"] | None = None,
-) -> Queries:
+) -> Attended:
     """Attention with one block of queries and one of keys at a time. Padding attends to nothing and
     gets 0. sinks: see `areal_x_jax.attention.attend`.
 
@@ -63,7 +65,8 @@ def blocked(
     grouped_sinks = None if sinks is None else group_sinks(sinks, key.shape[2])
     attended = _attend_blocks(softcap, grouped, key, value, grouped_sinks, ids)
     attended = jnp.moveaxis(attended, 0, 1)  # [rows, blocks, kv_heads, queries, group, head_dim]
-    attended = jnp.moveaxis(attended, 2, 3).reshape(query.shape[0], -1, *query.shape[2:])
+    heads = query.shape[2], attended.shape[-1]
+    attended = jnp.moveaxis(attended, 2, 3).reshape(len(query), -1, *heads)
     return attended[:, : query.shape[1]]
 
 
@@ -165,8 +168,8 @@ def _forward(
                 attended * fade[..., None] + product,
             )
 
-        nothing = jnp.zeros_like(query, jnp.float32)
-        of_each = nothing[..., 0]
+        of_each = jnp.zeros_like(query[..., 0], jnp.float32)
+        nothing = jnp.repeat(of_each[..., None], value.shape[-1], axis=-1)
         # A sink is the first score of each softmax, of which there is no product.
         before = (
             (of_each + HIDDEN, of_each)

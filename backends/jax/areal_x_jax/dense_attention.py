@@ -37,8 +37,10 @@ class AttentionMask(NamedTuple):
 
 
 Queries: TypeAlias = Float[Array, "rows queries heads head_dim"]
-Keys: TypeAlias = Float[Array, "rows keys kv_heads head_dim"]  # and values
-# query, key, value, mask, scale, softcap and, with `dense` and `blocked`, sinks → shaped like query
+Keys: TypeAlias = Float[Array, "rows keys kv_heads head_dim"]
+Values: TypeAlias = Float[Array, "rows keys kv_heads value_dim"]
+Attended: TypeAlias = Float[Array, "rows queries heads value_dim"]
+# query, key, value, mask, scale, softcap and, with `dense` and `blocked`, sinks → Attended
 Attend: TypeAlias = Callable[..., Array]
 
 
@@ -88,12 +90,12 @@ def is_statically_zero(x: int | Array | None) -> bool:
 def dense(
     query: Queries,
     key: Keys,
-    value: Keys,
+    value: Values,
     mask: AttentionMask,
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " heads"] | None = None,
-) -> Queries:
+) -> Attended:
     """Attention with all scores at once; the queries of a group read their shared key and value in
     place. sinks: see `areal_x_jax.attention.attend`.
 
@@ -112,7 +114,7 @@ def dense(
         total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
         weights = (weights / total).astype(value.dtype)
     attended = jnp.einsum("bglrm,bmgd->bglrd", weights, value)
-    return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
+    return jnp.moveaxis(attended, 1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
 
 def group_heads(query: Queries, kv_heads: int) -> Float[Array, "rows queries kv_heads group _"]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_x_jax import routers
 from areal_x_jax.architecture import Experts
 from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import Partitioner
@@ -41,21 +42,20 @@ def route(
     x: Float[Array, "... hidden"],
     recorded: Int[Array, "... per_token"] | None = None,
     bias: Float[Array, " experts"] | None = None,
+    correction: Float[Array, "*_ experts"] | None = None,
 ) -> Routing:
-    """Returns the most probable experts of each token; with `recorded`, those that the engine chose
+    """Returns the best experts of each token by the rule of `Experts.router`; with `recorded`, those that the engine chose
     when it sampled the token (-1 if it recorded none), so that trainer and engine compute the same
     function. Source of the replay: arXiv 2510.11370."""
-    logits = x @ router.astype(x.dtype)
-    if bias is not None:
-        logits = logits + bias.astype(x.dtype)
-    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
+    rule = experts.router
+    logits = routers.logits_of(rule, router, x, bias)
+    scores = routers.SCORES[rule.score](logits.astype(jnp.float32))
+    own, chosen = routers.choose(rule, scores, correction, experts.per_token)
     if recorded is not None:
         chosen = jnp.where(recorded >= 0, recorded, chosen)
-        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
-    if experts.normalised:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return Routing(chosen, weights.astype(x.dtype), probabilities)
+        own = jnp.take_along_axis(scores, chosen, axis=-1)
+    weights = routers.weights_of(rule, own, experts.normalised)
+    return Routing(chosen, weights.astype(x.dtype), routers.probabilities_of(rule, scores))
 
 
 def mixture(

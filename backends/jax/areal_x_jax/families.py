@@ -21,6 +21,7 @@ QKV, OUT, MLP = (
     "a bias of the attention's output",
     "biases in the MLP",
 )
+LATENTS = "biases of latent vectors"
 ATTENTION_BIAS = {"attention_bias": (QKV, OUT)}
 
 
@@ -32,7 +33,7 @@ class Family:
     """Hugging Face's model_type."""
 
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Which of QKV, OUT and MLP a field of the config switches on."""
+    """Which of QKV, OUT, MLP and LATENTS a field of the config switches on."""
 
     always: tuple[str, ...] = ()
     """Biases that no field switches."""
@@ -49,6 +50,13 @@ class Family:
 
     shared: bool = False
     """True if every token also goes through a shared expert."""
+
+    router: str = ""
+    """The rule of a mixture's routers if it is not the plain one: "greedy", "noaux_tc" or "statics"
+    (areal_x_jax.routers)."""
+
+    latent: bool = False
+    """True for multi-head latent attention (areal_x_jax.latent_attention)."""
 
     has_vision: bool = False
     """True for vision-language models."""
@@ -117,6 +125,15 @@ COHERE: dict[str, Any] = {
 }
 GLM: dict[str, Any] = {"windows": "none", "interleaved": True, "fused": ("gate_up",)}
 PARTLY_TURNED = ("partial_rotary_factor",)
+LATENT: dict[str, Any] = {**dict.fromkeys(("latent", "interleaved"), True), "windows": "none"}
+OF_LATENTS = ("kv_lora_rank", "rope_interleave")
+OF_EXPERTS = (
+    "first_k_dense_replace",
+    "n_routed_experts",
+    "n_shared_experts",
+    "routed_scaling_factor",
+)
+NOAUX: dict[str, Any] = {"sparse": True, "router": "noaux_tc"}
 MIXTRAL_EXPERTS = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", ATTENTION_BIAS, qk_norm=True),
@@ -185,6 +202,50 @@ FAMILIES = {
         ),
         **GLM,
     ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        {"attention_bias": (LATENTS, OUT), "mlp_bias": (MLP,)},
+        sparse=True,
+        router="greedy",
+        reads=("kv_lora_rank", *OF_EXPERTS),
+        **LATENT,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        {"attention_bias": (LATENTS, OUT)},
+        reads=(*OF_LATENTS, *OF_EXPERTS),
+        **LATENT,
+        **NOAUX,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        {"attention_bias": (QKV,)},
+        windows="none",
+        reads=(*OF_EXPERTS, *PARTLY_TURNED, "use_qk_norm"),
+        **NOAUX,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        "glm4_moe_lite",
+        {"attention_bias": (LATENTS, OUT)},
+        reads=(*OF_LATENTS, *OF_EXPERTS),
+        **LATENT,
+        **NOAUX,
+    ),
+    "Dots1ForCausalLM": Family("dots1", ATTENTION_BIAS, qk_norm=True, reads=OF_EXPERTS, **NOAUX),
+    "SolarOpenForCausalLM": Family(
+        "solar_open", {"attention_bias": (QKV,)}, windows="none", reads=OF_EXPERTS[1:], **NOAUX
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe",
+        windows="none",
+        interleaved=True,
+        sparse=True,
+        router="statics",
+        names=(("router_correction", "mlp.moe_statics"),),
+    ),
+    "YoutuForCausalLM": Family(
+        "youtu", {"attention_bias": (LATENTS, OUT)}, reads=OF_LATENTS, **LATENT
+    ),
     "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", always=(QKV,), has_vision=True),
     "Qwen3VLForConditionalGeneration": Family(
         "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, has_vision=True
@@ -208,6 +269,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (),
     "partial_rotary_factor": (1,),
     "residual_multiplier": (1,),
+    "rope_interleave": (),
     "routed_scaling_factor": (1,),
     "scale_emb": (1,),
     "use_qk_norm": (),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey, tree_map_with_path
 from jaxtyping import Array, Float32, Int
 
 from areal_x.protocols.trainer_config import TrainerConfig
@@ -19,7 +20,7 @@ from areal_x.types import Batch, Policy
 from areal_x_jax import head, lora
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.model import ImageFeatures, head_kernel, hidden_states
-from areal_x_jax.parameters import Params
+from areal_x_jax.parameters import EXACT, FIXED, Params
 from areal_x_jax.sharding import ROW_AXES, Partitioner
 from areal_x_jax.vision import ImageArrays, image_features
 from areal_x_jax.vision_architecture import VisionArchitecture
@@ -120,17 +121,23 @@ class Forward:
         """Returns a copy in the compute precision, with adapters merged."""
         if adapters is not None:
             params = lora.merged(params, adapters, self.config.lora.scale)
-        copied: Params = jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), params)
+        fixed = [DictKey(name) for name in FIXED]
+        copied: Params = tree_map_with_path(
+            lambda path, x: jnp.array(x, None if path[-1] in fixed else self.dtype, copy=True),
+            params,
+        )
         return copied
 
     def _with_base(self, params: Params, base: Params | None) -> Params:
         return params if base is None else lora.with_adapters(base, params, self.config.lora.scale)
 
     def _cast(self, params: Params) -> Params:
-        """Returns parameters in the compute precision, but for a score, which is computed in
-        fp32."""
-        score = {"score": params["score"]} if "score" in params else {}
-        return {**jax.tree.map(lambda x: x.astype(self.dtype), params), **score}
+        """Returns parameters in the compute precision, but for EXACT ones."""
+        exact = [DictKey(name) for name in EXACT]
+        cast: Params = tree_map_with_path(
+            lambda path, x: x if path[-1] in exact else x.astype(self.dtype), params
+        )
+        return cast
 
     def _remat(self, batch: Batch, images: ImageArrays | None) -> str:
         """Returns what the backward pass recomputes (see `model.hidden_states`): "auto" saves as much
@@ -197,7 +204,9 @@ def micro_batch(rows: Rows, index: Array | int) -> Rows:
 def saved_activations(arch: Architecture) -> int:
     """Numbers per token that the backward pass saves without remat: the layers' inputs and all
     products with kernels."""
-    attention = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
+    attention = (arch.heads + arch.kv_heads) * arch.head_dim + arch.kv_heads * arch.value_dim
+    if (latent := arch.latent) is not None:  # and the vectors that they come from
+        attention += latent.query_rank + latent.rank + latent.rotated
     experts, inner = arch.experts, arch.layers * arch.intermediate
     if experts is not None:
         sparse = len(arch.layers_in("sparse"))
@@ -209,7 +218,7 @@ def saved_activations(arch: Architecture) -> int:
 def saved_by_attention(arch: Architecture) -> int:
     """Numbers per token that the backward pass saves if it recomputes all but attention: the layers'
     inputs and what attention attended to."""
-    return arch.layers * (arch.hidden + arch.heads * arch.head_dim)
+    return arch.layers * (arch.hidden + arch.heads * arch.value_dim)
 
 
 def saved_activations_per_patch(arch: VisionArchitecture) -> int:

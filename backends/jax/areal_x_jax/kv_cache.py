@@ -7,7 +7,7 @@ rotated by their own position, so a token's column does not matter.
 
 The cache is cut into parts, each its own array, and a step reads only the parts that some live slot
 reaches into: a slice of one array would be copied before each matmul. Keys are [slots, kv_heads,
-head_dim, columns] and values [slots, kv_heads, columns, head_dim]: on CPU their products with one
+head_dim, columns] and values [slots, kv_heads, columns, value_dim]: on CPU their products with one
 query per slot run twice as fast as with keys in the order of values (measured).
 """
 
@@ -42,13 +42,21 @@ def columns(context: int) -> tuple[int, int]:
 
 
 def empty(
-    layers: int, slots: int, kv_heads: int, head_dim: int, context: int, dtype: Any
+    layers: int,
+    slots: int,
+    kv_heads: int,
+    head_dim: int,
+    context: int,
+    dtype: Any,
+    value_dim: int | None = None,
 ) -> KVCache:
+    """value_dim: None if it is head_dim."""
     parts, width = columns(context)
+    of_value = value_dim or head_dim
 
     def layer() -> Layer:
         keys = tuple(jnp.zeros((slots, kv_heads, head_dim, width), dtype) for _ in range(parts))
-        values = tuple(jnp.zeros((slots, kv_heads, width, head_dim), dtype) for _ in range(parts))
+        values = tuple(jnp.zeros((slots, kv_heads, width, of_value), dtype) for _ in range(parts))
         return keys, values
 
     return tuple(layer() for _ in range(layers))
@@ -104,7 +112,7 @@ def attend(
     sinks: Float[Array, "kv group"] | None = None,
 ) -> Array:
     """Attention of one scaled query per slot over its visible columns, in fp32: [rows, kv, group,
-    head_dim]. sinks: see `areal_x_jax.attention.attend`."""
+    value_dim]. sinks: see `areal_x_jax.attention.attend`."""
     keys, values = layer
     if len(keys) == 1 and sinks is None:
         scores = (
@@ -121,7 +129,7 @@ def attend(
             lambda w: product("sgrc,sgcd->sgrd", w, values),
         )
 
-    so_far = empty_softmax(query, sinks)
+    so_far = empty_softmax(query.shape[:-1], values[0].shape[-1], sinks)
     for (used, bias), key, value in zip(seen, keys, values, strict=True):
         so_far = jax.lax.cond(
             used, part, lambda so_far, *_: so_far, so_far, query, key, value, bias
@@ -138,9 +146,10 @@ def product(spelling: str, left: Array, right: Array) -> Array:
     )
 
 
-def empty_softmax(query: Array, sinks: Float[Array, "kv group"] | None = None) -> Partial:
-    *rows, head_dim = query.shape
-    nothing = jnp.zeros((*rows, head_dim))
+def empty_softmax(
+    rows: tuple[int, ...], value_dim: int, sinks: Float[Array, "kv group"] | None = None
+) -> Partial:
+    nothing = jnp.zeros((*rows, value_dim))
     if sinks is None:
         return jnp.full(rows, HIDDEN), jnp.zeros(rows), nothing
     return jnp.broadcast_to(sinks, rows), jnp.ones(rows), nothing
@@ -220,7 +229,7 @@ def attend_chunk(
     softcap: float = 0.0,
     sinks: Float[Array, "kv group"] | None = None,
 ) -> Array:
-    """Attention of a prefill's scaled queries, in fp32: [tokens, kv, group, head_dim].
+    """Attention of a prefill's scaled queries, in fp32: [tokens, kv, group, value_dim].
 
     Over the chunk itself and, for the piece that continues a sequence of an earlier chunk, over the
     `past` columns before `start` in its slot. before[i, j]: how many tokens token j is before token
@@ -232,7 +241,9 @@ def attend_chunk(
     scores = softcapped(product("tgrd,ugd->tgru", query, keys), softcap)
     scores = jnp.where(together[:, None, None], scores, HIDDEN)
     so_far = merge(
-        empty_softmax(query, sinks), scores, lambda w: product("tgru,ugd->tgrd", w, values)
+        empty_softmax(query.shape[:-1], values.shape[-1], sinks),
+        scores,
+        lambda w: product("tgru,ugd->tgrd", w, values),
     )
 
     def earlier(so_far: Partial) -> Partial:

@@ -304,7 +304,13 @@ class Lane:
             dtype = self._params["embed"].dtype
             arch = self.arch
             empty = kv_cache.empty(
-                arch.layers, self.slots, arch.kv_heads, arch.head_dim, self.context, dtype
+                arch.layers,
+                self.slots,
+                arch.kv_heads,
+                arch.head_dim,
+                self.context,
+                dtype,
+                arch.value_dim,
             )
             self._cache = jax.device_put(empty, self._sharding)
 

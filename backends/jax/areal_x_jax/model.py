@@ -13,6 +13,7 @@ A training step of a small model on a CPU is as much memory traffic as arithmeti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,10 +23,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from areal_x_jax import attention, experts, layer_scan, pipeline
+from areal_x_jax import attention, experts, latent_attention, layer_scan, pipeline
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.blocked_attention import KEPT
 from areal_x_jax.dense_attention import AttentionMask
+from areal_x_jax.latent_attention import Latent
 from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 
@@ -267,9 +269,11 @@ def project_qkv(
     arch: Architecture, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation
 ) -> tuple[Array, Array, Array]:
     """Returns rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads,
-    head_dim], of one layer's input."""
+    value_dim], of one layer's input."""
     if "input_norm" in layer:
         x = norm(x, layer["input_norm"], arch)
+    if arch.latent is not None:
+        return project_latent(arch, arch.latent, layer, x, rotation)
     if "qkv" in layer:
         ends = np.cumsum([arch.heads, arch.kv_heads]) * arch.head_dim
         query, key, value = jnp.split(affine(layer, "qkv", x), ends, axis=-1)
@@ -288,6 +292,36 @@ def project_qkv(
         query, key = normalised(by_head(query), "q_norm"), normalised(by_head(key), "k_norm")
     query, key = (rope(x, rotation, arch.interleaved) for x in (query, key))
     return query, key, by_head(value)
+
+
+def project_latent(
+    arch: Architecture,
+    latent: Latent,
+    layer: Params,
+    x: Float[Array, "... hidden"],
+    rotation: Rotation,
+) -> tuple[Array, Array, Array]:
+    """The same for latent attention (areal_x_jax.latent_attention), of a normalised input. The
+    products of queries and keys do not depend on the order of features: rotated ones are the last."""
+    of_vectors = replace(arch, eps=latent_attention.EPS)
+
+    def by_head(x: Array, *widths: int) -> list[Array]:
+        return jnp.split(x.reshape(*x.shape[:-1], arch.heads, -1), np.cumsum(widths), axis=-1)
+
+    if "q_a" in layer:
+        query = affine(layer, "q_b", norm(affine(layer, "q_a", x), layer["q_a_norm"], of_vectors))
+    else:
+        query = affine(layer, "q", x)
+    vector, shared_key = jnp.split(affine(layer, "kv_a", x), [latent.rank], axis=-1)
+    both = affine(layer, "kv_b", norm(vector, layer["kv_a_norm"], of_vectors))
+    query, turned = by_head(query, latent.plain)
+    key, value = by_head(both, latent.plain)
+    turned, shared_key = (
+        rope(x, rotation, arch.interleaved) for x in (turned, shared_key[..., None, :])
+    )
+    shared_key = jnp.broadcast_to(shared_key, (*key.shape[:-1], latent.rotated))
+    query, key = (jnp.concatenate(parts, axis=-1) for parts in ((query, turned), (key, shared_key)))
+    return query, key, value
 
 
 def finish_layer(
@@ -315,14 +349,13 @@ def finish_layer(
     if arch.experts is None or "router" not in layer:
         y = gated_mlp(layer, "", y, activation)
     else:
-        routing = experts.route(
-            arch.experts, layer["router"], y, recorded, layer.get("router_bias")
-        )
+        biases = layer.get("router_bias"), layer.get("router_correction")
+        routing = experts.route(arch.experts, layer["router"], y, recorded, *biases)
         shared = 0
         if arch.experts.shared:
-            shared = jax.nn.sigmoid(y @ layer["shared_router"]) * gated_mlp(
-                layer, "shared_", y, activation
-            )
+            shared = gated_mlp(layer, "shared_", y, activation)
+            if "shared_router" in layer:
+                shared = jax.nn.sigmoid(y @ layer["shared_router"]) * shared
         y = experts.mixture(layer, y, routing, activation, partitioner, arch.experts.clamp) + shared
     return add(x, y, "mlp_out_norm"), routing
 
@@ -397,7 +430,7 @@ def position_rotations(arch: Architecture, positions: Int[Array, ...]) -> tuple[
             else (jnp.cos(angle) * scale, jnp.sin(angle) * scale)
         )
 
-    return tuple(rotation(rope.frequencies(arch.head_dim), rope.scale) for rope in arch.ropes)
+    return tuple(rotation(rope.frequencies(arch.rotary_dim), rope.scale) for rope in arch.ropes)
 
 
 def rope(

@@ -25,7 +25,7 @@ from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_jax.architecture import Architecture
-from areal_x_jax.parameters import Params, layer_leaves
+from areal_x_jax.parameters import FIXED, Params, layer_leaves
 from areal_x_jax.sharding import addressable, put_sharded
 from areal_x_jax.weights import places, saved_name, write_into_stack
 
@@ -44,12 +44,37 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         "adafactor": factored(),
         "muon": optax.partition({"muon": muon(), "adamw": adam}, _muon_labels),
     }[config.name]
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity(),
-        with_moment_dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[config.moments], direction),
-        optax.add_decayed_weights(config.weight_decay, matrices),
-        optax.scale_by_learning_rate(config.learning_rate_at),
+    return of_trained(
+        optax.chain(
+            optax.clip_by_global_norm(config.clip_norm)
+            if config.clip_norm > 0
+            else optax.identity(),
+            with_moment_dtype(
+                {"fp32": jnp.float32, "bf16": jnp.bfloat16}[config.moments], direction
+            ),
+            optax.add_decayed_weights(config.weight_decay, matrices),
+            optax.scale_by_learning_rate(config.learning_rate_at),
+        )
     )
+
+
+def of_trained(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Leaves the parameters FIXED as they are: they have neither updates nor moments."""
+
+    def trained(tree: Params) -> Params:
+        if "layers" not in tree:
+            return tree
+        return {**tree, "layers": {n: x for n, x in tree["layers"].items() if n not in FIXED}}
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        of_params = None if params is None else trained(params)
+        found, state = transform.update(trained(updates), state, of_params)
+        fixed = {n: x for n, x in updates.get("layers", {}).items() if n in FIXED}
+        if fixed:
+            found["layers"] = {**found["layers"], **jax.tree.map(jnp.zeros_like, fixed)}
+        return found, state
+
+    return optax.GradientTransformation(lambda params: transform.init(trained(params)), update)
 
 
 def matrices(params: Params) -> Params:

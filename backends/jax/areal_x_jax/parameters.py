@@ -17,10 +17,15 @@ from flax import nnx
 
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x_jax.architecture import Architecture
-from areal_x_jax.families import MLP, OUT, QKV
+from areal_x_jax.families import LATENTS, MLP, OUT, QKV
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
+
+# Leaves that no step changes: what a router chooses experts by is exact, and stays as it was loaded.
+FIXED = ("router_correction",)
+# Leaves that are fp32 in any compute precision.
+EXACT = ("score", *FIXED)
 
 # A vision tower's parameters: path below params["vision"] → axes. Those under "layers" and
 # "deepstack" are stacks.
@@ -87,7 +92,9 @@ class Leaf:
 
     @property
     def transposed(self) -> bool:
-        as_stored = "vocab", "vision_positions", *(() if "{expert}" in self.name else ("experts",))
+        as_stored = {"vocab", "vision_positions", "one"}
+        if "{expert}" not in self.name:
+            as_stored.add("experts")
         return len(self.axes) > 1 and self.axes[0] not in as_stored
 
 
@@ -100,7 +107,9 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
         found["input_norm"] = Leaf("input_layernorm.weight", ("hidden",))
         if not arch.parallel:
             found["mlp_norm"] = Leaf("post_attention_layernorm.weight", ("hidden",))
-    if "qkv" in arch.fused:
+    if arch.latent is not None:
+        found |= latent_leaves(arch)
+    elif "qkv" in arch.fused:
         found["qkv"] = Leaf("self_attn.qkv_proj.weight", ("hidden", "query_and_keys"))
     else:
         found |= {
@@ -108,7 +117,7 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
             "k": Leaf("self_attn.k_proj.weight", ("hidden", "key")),
             "v": Leaf("self_attn.v_proj.weight", ("hidden", "key")),
         }
-    found["o"] = Leaf("self_attn.o_proj.weight", ("query", "hidden"))
+    found["o"] = Leaf("self_attn.o_proj.weight", ("attended", "hidden"))
     if arch.sinks:
         found["sinks"] = Leaf("self_attn.sinks", ("heads",))
     if QKV in arch.biases:
@@ -135,6 +144,27 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
         else leaf
         for name, leaf in found.items()
     }
+
+
+def latent_leaves(arch: Architecture) -> dict[str, Leaf]:
+    """Returns the parameters of latent attention that make queries, keys and values."""
+    assert arch.latent is not None
+    into_vector = {"kv_a": ("self_attn.kv_a_proj_with_mqa", "latent_and_rotated")}
+    if arch.latent.query_rank:
+        into_vector["q_a"] = "self_attn.q_a_proj", "query_vector"
+        found = {
+            "q_a_norm": Leaf("self_attn.q_a_layernorm.weight", ("query_latent",)),
+            "q_b": Leaf("self_attn.q_b_proj.weight", ("query_latent", "query")),
+        }
+    else:
+        found = {"q": Leaf("self_attn.q_proj.weight", ("hidden", "query"))}
+    found["kv_a_norm"] = Leaf("self_attn.kv_a_layernorm.weight", ("latent",))
+    found["kv_b"] = Leaf("self_attn.kv_b_proj.weight", ("latent", "keys_and_values"))
+    for name, (module, width) in into_vector.items():
+        found[name] = Leaf(f"{module}.weight", ("hidden", width))
+        if LATENTS in arch.biases:
+            found[f"{name}_bias"] = Leaf(f"{module}.bias", (width,))
+    return found
 
 
 def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
@@ -164,9 +194,15 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
             f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes))
             for name, leaf in one.items()
         }
+    if arch.experts.router.corrected:
+        # Ernie's has an axis more, and stands in a module of its own.
+        axes = ("one", "experts") if "router_correction" in dict(arch.names) else ("experts",)
+        mixture["router_correction"] = Leaf("mlp.gate.e_score_correction_bias", axes)
     if arch.experts.shared:
-        mixture |= mlp("shared_", "mlp.shared_expert", "shared_intermediate", False)
-        mixture["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
+        module = "mlp.shared_expert" if arch.experts.shared_gate else "mlp.shared_experts"
+        mixture |= mlp("shared_", module, "shared_intermediate", MLP in arch.biases)
+        if arch.experts.shared_gate:
+            mixture["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
     if not arch.experts.dense:
         return mixture
     # Both kinds of layers: each stack holds the layers that have the leaf.
@@ -176,14 +212,25 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
     }
 
 
+ADAPTABLE = (
+    *("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "o"),
+    *("gate", "up", "gate_up", "down"),
+)
+
+
 def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
     """Returns the kernels that can have adapters. Experts and their routers cannot."""
     leaves = layer_leaves(replace(arch, adapters=None))
-    return tuple(
-        name
-        for name in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
-        if name in leaves
-    )
+    return tuple(name for name in ADAPTABLE if name in leaves)
+
+
+def adapter_targets(arch: Architecture) -> dict[str, str]:
+    """Returns the kernels that can have adapters by PEFT's names of their modules ("q_proj", …)."""
+    leaves = layer_leaves(replace(arch, adapters=None))
+    return {
+        leaves[kernel].name.removesuffix(".weight").rpartition(".")[2]: kernel
+        for kernel in adaptable_kernels(arch)
+    }
 
 
 def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf]:
@@ -254,25 +301,41 @@ def stack_of(path: tuple[str, ...]) -> tuple[str, ...]:
 
 def sizes_of(arch: Architecture) -> dict[str, int]:
     """Returns the length of each kind of axis."""
-    experts = arch.experts
-    return vision_axis_sizes(arch.vision) | {
-        "vocab": arch.vocab,
-        "hidden": arch.hidden,
-        "query": arch.heads * arch.head_dim,
-        "key": arch.kv_heads * arch.head_dim,
-        "query_and_keys": (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
-        "heads": arch.heads,
-        "head_dim": arch.head_dim,
-        "intermediate": arch.intermediate,
-        "gate_and_up": 2 * arch.intermediate,
-        "experts": experts.count if experts else 0,
-        "expert_intermediate": experts.intermediate if experts else 0,
-        "expert_gate_and_up": 2 * experts.intermediate if experts else 0,
-        "shared_intermediate": experts.shared if experts else 0,
-        **{stack: len(arch.layers_in(stack)) for stack in ("layers", "dense", "sparse")},
-        "rank": arch.adapters.rank if arch.adapters else 0,
-        "one": 1,
-    }
+    experts, latent = arch.experts, arch.latent
+    of_latent = (
+        {
+            "query_vector": latent.query_rank,
+            "query_latent": latent.query_rank,
+            "latent_and_rotated": latent.rank + latent.rotated,
+            "latent": latent.rank,
+            "keys_and_values": arch.heads * (latent.plain + latent.value_dim),
+        }
+        if latent
+        else {}
+    )
+    return (
+        vision_axis_sizes(arch.vision)
+        | of_latent
+        | {
+            "vocab": arch.vocab,
+            "hidden": arch.hidden,
+            "query": arch.heads * arch.head_dim,
+            "key": arch.kv_heads * arch.head_dim,
+            "attended": arch.heads * arch.value_dim,
+            "query_and_keys": (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
+            "heads": arch.heads,
+            "head_dim": arch.head_dim,
+            "intermediate": arch.intermediate,
+            "gate_and_up": 2 * arch.intermediate,
+            "experts": experts.count if experts else 0,
+            "expert_intermediate": experts.intermediate if experts else 0,
+            "expert_gate_and_up": 2 * experts.intermediate if experts else 0,
+            "shared_intermediate": experts.shared if experts else 0,
+            **{stack: len(arch.layers_in(stack)) for stack in ("layers", "dense", "sparse")},
+            "rank": arch.adapters.rank if arch.adapters else 0,
+            "one": 1,
+        }
+    )
 
 
 def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:

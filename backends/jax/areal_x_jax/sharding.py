@@ -38,6 +38,10 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "hidden": "fsdp",
     "query": "tensor",
     "key": "tensor",
+    "attended": "tensor",
+    "query_latent": "fsdp",
+    "latent": "fsdp",
+    "keys_and_values": "tensor",
     "query_and_keys": "tensor",
     "intermediate": "tensor",
     "gate_and_up": "tensor",
@@ -181,6 +185,11 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
         "features of an expert": ("tensor", arch.experts.intermediate if arch.experts else 0),
         "features of the shared expert": ("tensor", arch.experts.shared if arch.experts else 0),
         "features of the model": ("fsdp", arch.hidden),
+        "features of the keys' latent vector": ("fsdp", arch.latent.rank if arch.latent else 0),
+        "features of the queries' latent vector": (
+            "fsdp",
+            arch.latent.query_rank if arch.latent else 0,
+        ),
         "features of the vision tower": (
             "fsdp",
             arch.vision.hidden if arch.vision else partitioner.size("fsdp"),

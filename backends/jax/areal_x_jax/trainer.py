@@ -40,7 +40,7 @@ from areal_x_jax.device import (
 from areal_x_jax.forward import Forward, Rows
 from areal_x_jax.images import image_arrays
 from areal_x_jax.packed_cudnn import run_ends
-from areal_x_jax.parameters import Params
+from areal_x_jax.parameters import FIXED, Params
 from areal_x_jax.sampler import Sampler
 from areal_x_jax.sharding import (
     RULES,
@@ -53,7 +53,7 @@ from areal_x_jax.sharding import (
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.update import update_step
-from areal_x_jax.weights import from_tensors, to_arrays, to_tensors
+from areal_x_jax.weights import from_tensors, places, to_arrays, to_tensors
 
 # The heads that have what each method returns.
 HEADS = {"logprobs": ("policy",), "values": ("value", "reward")}
@@ -197,7 +197,11 @@ class Trainer(HuggingFaceTrainer):
         # A score is trained in full and only in params; all else is the base's.
         base = to_tensors(self.arch, {**self.params, **self.base})
         merged = adapter_files.merge(base, self.adapter(), self.config.lora.scale)
-        cast = ((name, tensor.astype(self.dtype)) for name, tensor in merged)
+        fixed = {name for name, place in places(self.arch).items() if place.path[-1] in FIXED}
+        cast = (
+            (name, tensor if name in fixed else tensor.astype(self.dtype))
+            for name, tensor in merged
+        )
         return ((name, tensor) for name, tensor in cast if mine is None or mine(tensor.nbytes))
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,8 @@ from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer import Mine
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.parameters import (
+    EXACT,
+    FIXED,
     Leaf,
     Params,
     layer_leaves,
@@ -113,7 +115,7 @@ def from_tensors(
     partitioner: Partitioner = ONE_DEVICE,
     dtype: Any = jnp.float32,
 ) -> Params:
-    """Returns the tree of parameters in this dtype (a score is fp32) on the devices, sharded by the
+    """Returns the tree of parameters in this dtype (EXACT ones in fp32) on the devices, sharded by the
     partitioner: the host holds one tensor at a time.
 
     Raises: UserError listing tensors that are missing, left over, of another shape, or not finite.
@@ -141,7 +143,7 @@ def from_tensors(
                 f"{source}: {given} holds numbers that are not finite: the file is damaged, or its"
                 " training failed"
             )
-        value = value if place.path == ("score",) else value.astype(dtype)
+        value = value if place.path[-1] in EXACT else value.astype(dtype)
         holder, last = get_leaf(made, place.path[:-1]), place.path[-1]
         holder[last] = write_into_stack(
             holder[last], value, place.index, get_leaf(shardings, place.path)
@@ -171,8 +173,15 @@ def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], so
 
 
 def is_ignored(arch: Architecture, name: str) -> bool:
-    """True for a tied head that was saved a second time, and for a language model's head in a model
-    that scores."""
+    """True for a tied head that was saved a second time, for a language model's head in a model that
+    scores, for layers that predict further tokens, and for what rotations compute anew."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    further = (
+        f"{module_of(arch)}.layers.{arch.layers + number}." for number in range(arch.predictors)
+    )
+    if name.startswith(tuple(further)) or (arch.predictors and ".mtp_" in name):
+        return True
     return name == "lm_head.weight" and (arch.tied or arch.scores)
 
 
@@ -225,7 +234,7 @@ def to_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields each tensor under its Hugging Face name, fetched from the devices one at a time.
 
-    dtype: converts them. mine: fetches only these (areal_x.protocols.trainer). The devices convert
+    dtype: converts them, but for FIXED ones. mine: fetches only these (areal_x.protocols.trainer). The devices convert
     and transpose in a third of the host's time.
     """
     for name, part in to_arrays(arch, params, dtype):
@@ -242,7 +251,7 @@ def to_arrays(
     for name, place in places(arch).items():
         leaf = get_leaf(params, place.path)
         part = leaf[place.index] if place.index else leaf
-        if dtype is not None:
+        if dtype is not None and place.path[-1] not in FIXED:
             part = part.astype(dtype)
         yield name, part.T.reshape(place.tensor) if place.transposed else part
 
