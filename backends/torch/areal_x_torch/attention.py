@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -41,7 +42,7 @@ Sinks: TypeAlias = Float[Tensor, " heads"]
 @dataclass(frozen=True)
 class Segments:
     """The sequences of one flat row, one after another, and the function that computes their
-    attention. Masks are cached, because many layers need the same."""
+    attention. Masks and layouts are cached, because many layers need the same."""
 
     lengths: tuple[int, ...]
 
@@ -54,7 +55,13 @@ class Segments:
     """For each sequence the earlier one that it continues, of which it sees every token, or −1; none
     of these continues another."""
 
+    context: ProcessGroup | None = None
+    """Processes that each have a part of the row's tokens; None if they are all here."""
+
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+
+    layouts: dict[Any, Any] = field(default_factory=dict)
+    """Of layers that compute sequences in a form of their own, under their names."""
 
     @staticmethod
     def of(
@@ -62,10 +69,11 @@ class Segments:
         attend: Attend,
         device: torch.device,
         prefixes: tuple[int, ...] | None = None,
+        context: ProcessGroup | None = None,
     ) -> Segments:
         """prefixes: None if no sequence continues another."""
         return Segments(
-            lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths)
+            lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths), context
         )
 
     @property
