@@ -24,7 +24,7 @@ from areal_x_jax import head
 from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.families import FAMILIES
 from areal_x_jax.model import head_kernel, hidden_states
-from areal_x_jax.parameters import Params, adaptable_kernels
+from areal_x_jax.parameters import Params, adaptable_kernels, layer_leaves
 from areal_x_jax.weights import from_tensors, to_tensors
 from tests.model_families import CASES, FAMILY_MODELS
 from tests.models import log_softmax, reference_model, sequences, torch_logits, trajectories, write_config
@@ -39,7 +39,7 @@ from .test_trainer import LENGTHS, learnable, make_trainer
 FORMER = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma3_text"}
 NEWER = [name for name in CASES if name.rpartition("-")[0] not in FORMER]
 FIRST = [name for name in NEWER if name.endswith("-0")]
-GRADIENTS = ["gpt_oss-0", "cohere2-0"]
+GRADIENTS = ["gpt_oss-0", "cohere2-0", "qwen3_next-0"]
 OTHERS = [name for name in CASES if name not in NEWER]
 
 
@@ -119,7 +119,10 @@ def test_gradients_are_those_of_transformers(name: str, directory_of: Directorie
     assert max(far.values()) < 1e-3, max(far, key=far.__getitem__)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss-0", *further(*(x for x in NEWER if x != "gpt_oss-0"))])
+SAMPLED = ["gpt_oss-0", "qwen3_5_text-0"]
+
+
+@pytest.mark.parametrize("name", [*SAMPLED, *further(*(x for x in NEWER if x not in SAMPLED))])
 def test_what_is_sampled_with_the_cache_has_the_log_probabilities_of_the_whole_sequence(
     name: str, directory_of: Directories
 ) -> None:
@@ -141,10 +144,11 @@ def test_what_is_sampled_with_the_cache_has_the_log_probabilities_of_the_whole_s
 def test_adapters_of_every_kernel_are_transformers_with_their_products_added(name: str, directory_of: Directories) -> None:
     directory = directory_of(name)
     kernels = adaptable_kernels(read_architecture(read_config(directory)))
-    targets = tuple(f"{kernel}_proj" for kernel in kernels)
+    leaves = layer_leaves(read_architecture(read_config(directory)))
+    targets = tuple(leaves[kernel].module for kernel in kernels)
     trainer = randomised(make_trainer(directory, lora=replace(LORA, targets=targets)))
     adapter = dict(trainer.adapter())
-    assert len(adapter) == 2 * len(kernels) * trainer.arch.layers
+    assert len(adapter) == 2 * sum(len(trainer.arch.layers_in(leaves[kernel].stack)) for kernel in kernels)
     _, logits = with_products(directory, adapter)
     assert_near(logprobs(trainer), expected_logprobs(logits))
     trainer.update(learnable(pack(trajectories(*LENGTHS), 32)), ppo_clip)

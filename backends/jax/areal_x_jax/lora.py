@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x_jax.architecture import Adapters, Architecture
-from areal_x_jax.parameters import Params, adaptable_kernels, parameter_shapes
+from areal_x_jax.parameters import Params, adaptable_kernels, layer_leaves, parameter_shapes
 
 
 def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture:
@@ -27,7 +27,8 @@ def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture
     """
     if not config.rank:
         return arch
-    there = {f"{kernel}_proj": kernel for kernel in adaptable_kernels(arch)}
+    leaves = layer_leaves(arch)
+    there = {leaves[kernel].module: kernel for kernel in adaptable_kernels(arch)}
     unknown = [target for target in config.targets if target not in there]
     if unknown:
         experts = " (experts and their router can have no adapters)" if arch.experts else ""
