@@ -5,7 +5,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models import EXPERTS, GEMMA3, LATENT_WIDTHS, LLAMA3, QWEN3, SIZES, YARN
+from tests.models import (
+    DELTA,
+    EXPERTS,
+    FULL,
+    GEMMA3,
+    LATENT_WIDTHS,
+    LLAMA3,
+    QWEN3,
+    RULE,
+    SEEING_HYBRIDS,
+    SHARING,
+    SIZES,
+    YARN,
+)
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ONE_KEY, ALL_KEYS = {"num_key_value_heads": 1}, {"num_key_value_heads": 4}
@@ -203,7 +216,37 @@ NEEDED = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "glm4_moe": {"head_dim": 128},
 }
+# The same of families with gated delta rule layers: heads, widths of the convolution, layers in other orders, mixtures.
+DEEP = {**DELTA, "head_dim": 16, "num_hidden_layers": 4}
+HALF_TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+QWEN3_NEXT = {**SIZES, **DEEP, **SHARING, "model_type": "qwen3_next"}
+QWEN3_5 = {**SIZES, **DEEP, "model_type": "qwen3_5_text"}
+NO_MLP = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+QWEN3_5_MOE = {**NO_MLP, **DEEP, **SHARING, "model_type": "qwen3_5_moe_text"}
+HYBRID_MODELS: dict[str, list[dict[str, Any]]] = {
+    "qwen3_next": [
+        QWEN3_NEXT,
+        QWEN3_NEXT | TIED | ONE_KEY | HALF_TURNED | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2},
+        QWEN3_NEXT | {"mlp_only_layers": [1], "attention_bias": True, "layer_types": [FULL, RULE, RULE, FULL]},
+        QWEN3_NEXT
+        | {"num_hidden_layers": 3, "layer_types": [RULE, FULL, RULE], "linear_num_key_heads": 1, "norm_topk_prob": False},
+    ],
+    "qwen3_5_text": [
+        QWEN3_5,
+        QWEN3_5 | TIED | ONE_KEY | HALF_TURNED | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3},
+        QWEN3_5 | {"attention_bias": True, "num_hidden_layers": 3, "layer_types": [RULE, RULE, FULL], **ALL_KEYS},
+        QWEN3_5 | {"linear_key_head_dim": 16, "linear_value_head_dim": 4, "full_attention_interval": 2},
+    ],
+    "qwen3_5_moe_text": [
+        QWEN3_5_MOE,
+        QWEN3_5_MOE | TIED | ONE_KEY | {"num_experts": 6, "num_experts_per_tok": 3, "linear_num_value_heads": 6},
+        QWEN3_5_MOE | HALF_TURNED | {"num_hidden_layers": 2, "layer_types": [RULE, FULL], "linear_conv_kernel_dim": 2},
+        QWEN3_5_MOE | {"attention_bias": True, "linear_num_key_heads": 4, "layer_types": [FULL, RULE, FULL, RULE]},
+    ],
+}
+FAMILY_MODELS |= HYBRID_MODELS
 CASES = {f"{family}-{number}": config for family, shapes in FAMILY_MODELS.items() for number, config in enumerate(shapes)}
+HYBRIDS = [name for name in CASES if name.rpartition("-")[0] in HYBRID_MODELS]
 
 # ---- docs/models.md
 
@@ -237,13 +280,19 @@ TITLES = {
     "solar_open": "Solar Open",
     "ernie4_5_moe": "ERNIE 4.5 MoE",
     "youtu": "Youtu-LLM",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5, text",
+    "qwen3_5_moe_text": "Qwen3.5 MoE, text",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5 MoE",
 }
 COLUMNS = ("full", "LoRA", "tensor", "expert", "context", "stage", "packed", "images")
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
-MIXTURES += ("ernie4_5_moe", "solar_open")
+MIXTURES += ("ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
 OF_IMAGES = {family: family for family in SEE}
+TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)}
 JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"
 JAX_MESHES = JAX.format("families", "meshes_compute_the_numbers_of_one_device")
 JAX_STAGES = JAX.format("sharding", "ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between")
@@ -273,7 +322,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     ("JAX", "images"): {JAX.format("images", "logits_of_packed_rows_are_those_of_transformers"): OF_IMAGES},
     ("torch", "full"): {
         TORCH.format("families", "what_is_saved_after_a_step_says_the_same_in_transformers"): OF_SHAPES,
-        TORCH.format("images", "gradients_are_those_of_each_sequence_alone"): OF_IMAGES,
+        TORCH.format("images", "gradients_are_those_of_each_sequence_alone"): TORCH_SEES,
     },
     ("torch", "LoRA"): {
         TORCH.format("lora", "adapters_of_each_family_are_transformers_with_the_products_added"): OF_SHAPES,
@@ -288,18 +337,34 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "qwen3_moe": "mixture-tensor",
             "qwen2_moe": "experts-tensor",
             "deepseek_v3": "latent-tensor",
+            "qwen3_next": "hybrid-tensor",
+            "qwen3_5_text": "hybrid-adapted",
         }
     },
-    ("torch", "expert"): {TORCH_MESHES: {"qwen3_moe": "context-experts", "qwen2_moe": "experts-tensor", "gpt_oss": "sinks"}},
+    ("torch", "expert"): {
+        TORCH_MESHES: {
+            "qwen3_moe": "context-experts",
+            "qwen2_moe": "experts-tensor",
+            "gpt_oss": "sinks",
+            "qwen3_next": "hybrid-experts",
+        }
+    },
     ("torch", "context"): {
-        TORCH_MESHES: {"qwen3": "context", "gemma3_text": "context-tensor", "qwen3_moe": "context-experts", "gpt_oss": "sinks"}
+        TORCH_MESHES: {
+            "qwen3": "context",
+            "gemma3_text": "context-tensor",
+            "qwen3_moe": "context-experts",
+            "gpt_oss": "sinks",
+            "qwen3_5_text": "hybrid-context",
+            "qwen3_next": "hybrid-experts",
+        }
     },
     ("torch", "stage"): {},
     ("torch", "packed"): {
         TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES,
-        TORCH_IMAGES: OF_IMAGES,
+        TORCH_IMAGES: TORCH_SEES,
     },
-    ("torch", "images"): {TORCH_IMAGES: OF_IMAGES},
+    ("torch", "images"): {TORCH_IMAGES: TORCH_SEES},
 }
 
 

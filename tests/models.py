@@ -22,6 +22,10 @@ SIZES = {
 }
 QWEN3 = {**SIZES, "model_type": "qwen3", "head_dim": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Gated delta rule layers, and a mixture with an expert beside those that are chosen.
+RULE, FULL = "linear_attention", "full_attention"
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+SHARING = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GEMMA3 = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 4}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -92,6 +96,7 @@ TEXT = {**SIZES, "num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 TOWER = {"depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32}
 TOWER2_5 = {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
 TOWER3 = {**TOWER, "num_position_embeddings": 49, "deepstack_visual_indexes": [0, 2]}
+TOWER3_5 = {**TOWER, "num_position_embeddings": 49}
 IDS = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
 
 
@@ -112,6 +117,14 @@ SEEING = {
     "qwen3_vl-deep": seeing(
         "qwen3_vl", {**TOWER3, "deepstack_visual_indexes": [1]}, [4, 2, 2], head_dim=16, num_hidden_layers=3
     ),
+}
+
+# With gated delta rule layers in their decoders.
+PARTLY = {"partial_rotary_factor": 0.5}
+HYBRID = DELTA | {"head_dim": 32, "num_hidden_layers": 3, "layer_types": [RULE, FULL, RULE]}
+SEEING_HYBRIDS = {
+    "qwen3_5": seeing("qwen3_5", TOWER3_5, [4, 2, 2], rope=PARTLY, **HYBRID),
+    "qwen3_5_moe": seeing("qwen3_5_moe", TOWER3_5, [4, 2, 2], True, rope=PARTLY, **HYBRID, **SHARING),
 }
 
 # Several images in a sequence, ragged windows, two frames, none at all.
@@ -145,7 +158,8 @@ DIVISIBLE = {
 
 def write_random(name: str, directory: Path) -> Path:
     """A random model of these names."""
-    return write_config((MODELS | MORE | DIVISIBLE | SEEING)[name], directory, name in SEEING, seed=len(name))
+    see = SEEING | SEEING_HYBRIDS
+    return write_config((MODELS | MORE | DIVISIBLE | see)[name], directory, name in see, seed=len(name))
 
 
 def write_config(config: dict[str, Any], directory: Path, sees: bool = False, seed: int = 0) -> Path:
@@ -155,8 +169,10 @@ def write_config(config: dict[str, Any], directory: Path, sees: bool = False, se
 
     torch.manual_seed(seed)
     model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(AutoConfig.for_model(**config))
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+        if name.endswith("A_log"):  # of a delta rule, whose states would soon forget: some last for hundreds of tokens
+            torch.nn.init.normal_(parameter, -3.0, 1.5)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.2)

@@ -145,7 +145,7 @@ PARTS = {
     "llama4": "images",
     "llama4_text": "attention in chunks",
     "qwen3_next": "gated delta rule layers",
-    "qwen3_5": "gated delta rule layers",
+    "qwen3_5": "images",
     "gemma3": "images",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
@@ -216,7 +216,7 @@ def test_every_model_type_of_transformers_can_be_trained_or_is_refused_in_a_sent
         def look(config: dict[str, Any]) -> Any:
             check_kind(Path("here"), config)
 
-        trained = {"gpt2", "qwen3", "llama", "olmo3", "mixtral", "qwen3_vl", "qwen2_5_vl"}
+        trained = {"gpt2", "qwen3", "llama", "olmo3", "mixtral", "qwen3_vl", "qwen2_5_vl", "qwen3_next", "qwen3_5"}
     found = refusals(look, of_language)
     assert not trained & found.keys()
     assert not [words for words in found.values() if "\n" in words or len(words) > 1000]

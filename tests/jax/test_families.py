@@ -41,8 +41,8 @@ NEWER = [name for name in CASES if name.rpartition("-")[0] not in FORMER]
 # Of parts that others have.
 COMPOSED = {"deepseek_v2", "glm4_moe_lite", "dots1", "solar_open", "youtu", "ernie4_5_moe"}
 FIRST = [name for name in NEWER if name.endswith("-0") and name.rpartition("-")[0] not in COMPOSED]
-GRADIENTS = ["gpt_oss-0", "cohere2-0", "deepseek_v3-0"]
-SAMPLED = ["gpt_oss-0", "deepseek_v3-0"]
+GRADIENTS = ["gpt_oss-0", "cohere2-0", "deepseek_v3-0", "qwen3_next-0"]
+SAMPLED = ["gpt_oss-0", "deepseek_v3-0", "qwen3_5_text-0"]
 OTHERS = [name for name in CASES if name not in NEWER]
 
 

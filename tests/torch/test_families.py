@@ -21,7 +21,7 @@ from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, Train
 from areal_x_torch import loading, model
 from areal_x_torch.attention import Segments, sdpa
 from areal_x_torch.flat_rows import flatten_rows
-from tests.model_families import CASES
+from tests.model_families import CASES, HYBRIDS
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config
 from tests.thorough import further
 
@@ -43,10 +43,11 @@ FAMILIES = (
         "gpt2": {**SIZES, "model_type": "gpt2", "eos_token_id": 1, "bos_token_id": 1},
     }
 )
-# The first shape of each family that JAX trains too.
-SHAPES = {name: config for name, config in CASES.items() if name.endswith("-0")}
-TRAINED = [*FAMILIES, "gpt_oss-0", "granite-0", *further(*(x for x in SHAPES if x not in ("gpt_oss-0", "granite-0")))]
-MIXTURES = ["qwen2-moe", "qwen3-moe", "qwen3-moe-tied"]
+# The first shape of each family that JAX trains too, and all with gated delta rule layers.
+SHAPES = {name: config for name, config in CASES.items() if name.endswith("-0") or name in HYBRIDS}
+FIRST = ("gpt_oss-0", "granite-0", "qwen3_next-0", "qwen3_5_text-1")
+TRAINED = [*FAMILIES, *FIRST, *further(*(x for x in SHAPES if x not in FIRST))]
+MIXTURES = ["qwen2-moe", "qwen3-moe", "qwen3-moe-tied", *further("qwen3_next-1")]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,11 @@ def gradients(of):
     return {name: p.grad for name, p in of.named_parameters()}
 
 
+def tolerance(name):
+    """A chain of corrections to a state rounds more than attention does."""
+    return 1e-4 if name in HYBRIDS else 1e-5
+
+
 def loaded(directory):
     """As the trainer loads it on one device."""
     built = loading.build(directory, "policy")
@@ -126,15 +132,18 @@ def test_one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_
         for how, of in ((flat_logits, ours), (alone_logits, theirs), (padded_logits, theirs))
     )
     for mine, one, other in zip(found, alone, padded, strict=True):
-        torch.testing.assert_close(mine, one, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine, one, atol=tolerance(name), rtol=1e-5)
+        torch.testing.assert_close(mine, other, atol=tolerance(name), rtol=1e-5)
     slopes = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(0)) / sum(LENGTHS)
     for logp in (found, alone):
         (torch.cat(logp) * slopes).sum().backward()
     mine, expected = gradients(ours), gradients(theirs)
     assert mine.keys() == expected.keys()
     for parameter, gradient in expected.items():
-        torch.testing.assert_close(mine[parameter], gradient, atol=1e-5, rtol=1e-4, msg=parameter)
+        if name in HYBRIDS:
+            assert (mine[parameter] - gradient).norm() < 2e-4 * gradient.norm(), parameter
+        else:
+            torch.testing.assert_close(mine[parameter], gradient, atol=1e-5, rtol=1e-4, msg=parameter)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -156,7 +165,7 @@ def test_what_is_saved_after_a_step_says_the_same_in_transformers(family_dir, tm
     with torch.no_grad():
         theirs = chosen(alone_logits(plain(tmp_path), sequences), sequences)
     for mine, one in zip(pack(trajectories(*LENGTHS), 40).gather(said), theirs, strict=True):
-        np.testing.assert_allclose(mine, one.numpy(), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(mine, one.numpy(), atol=tolerance(name), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -21,7 +21,7 @@ from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.lora import adaptable
 from tests.backend_moves import LOSS, deviations, learn, recorded_batches, trainer
-from tests.model_families import CASES
+from tests.model_families import CASES, HYBRIDS
 from tests.models import trajectories, write_config
 from tests.thorough import further
 
@@ -111,7 +111,10 @@ def test_the_adapted_model_is_transformers_with_the_products_added(tiny_model_di
     assert snapshot.keys() == dict(taught.weights()).keys()
 
 
-@pytest.mark.parametrize("name", ["phi3-0", *further(*(x for x in CASES if x.endswith("-0") and x != "phi3-0"))])
+FIRST = ["phi3-0", "qwen3_next-0"]
+
+
+@pytest.mark.parametrize("name", [*FIRST, *further(*(x for x in CASES if x.endswith("-0") and x not in FIRST))])
 def test_adapters_of_each_family_are_transformers_with_the_products_added(name, tmp_path):
     directory = write_config(CASES[name], tmp_path)
     there = adaptable(loading.build(directory, "policy"))
@@ -132,7 +135,7 @@ def test_adapters_of_each_family_are_transformers_with_the_products_added(name, 
         for said, trajectory in zip(packed.gather(made.logprobs(batch)), trajectories(17, 9), strict=True):
             tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))
             logp = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            np.testing.assert_allclose(said[1:], logp, atol=2e-5)
+            np.testing.assert_allclose(said[1:], logp, atol=1e-4 if name in HYBRIDS else 2e-5)
 
 
 def test_the_export_is_the_adapters_model(tiny_model_dir, taught, batches, tmp_path):

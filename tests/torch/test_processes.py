@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from areal_x.errors import UserError
 from areal_x.hf import adapters, model_dir
 from tests.launching import finished
-from tests.models import DIVISIBLE, EVEN, EXPERTS, SIZES, write_config, write_random
+from tests.models import DELTA, DIVISIBLE, EVEN, EXPERTS, FULL, RULE, SHARING, SIZES, write_config, write_random
 from tests.thorough import further, run_values
 
 from .processes import trainer_of
@@ -35,6 +35,9 @@ MESHES = {
     "adapters-fsdp": ("adapted", {"fsdp": 2}),
     "adapters-tensor": ("adapted", {"tensor": 2}),
     "images-fsdp": ("qwen3_vl", {"fsdp": 2}),
+    "hybrid-fsdp": ("hybrid", {"fsdp": 2}),
+    "hybrid-tensor": ("hybrid-moe", {"tensor": 2}),
+    "hybrid-adapted": ("hybrid-adapted", {"tensor": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
@@ -46,6 +49,8 @@ MESHES = {
     "latent-tensor": ("sigmoid-moe", {"fsdp": 2, "tensor": 2}),
     "mixture-fsdp-tensor": ("moe", {"fsdp": 2, "tensor": 2}),
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
+    "hybrid-context": ("hybrid", {"fsdp": 2, "context": 2}),
+    "hybrid-experts": ("hybrid-moe", {"context": 2, "expert": 2}),
 }
 FIRST = ("fsdp", "distilled")
 CASES = [*FIRST, *further(*(mesh for mesh in MESHES if mesh not in FIRST))]
@@ -55,6 +60,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma": {"changes": {"remat": "layers"}},
     "adapted": {"rank": 3},
     "adapted-seeing": {"rank": 3},
+    "hybrid-adapted": {"rank": 3},
 }
 
 # 6 experts, of which 4 processes have no even part, in both of two layers.
@@ -69,6 +75,10 @@ SINKS |= {"layer_types": ["sliding_attention", "full_attention"]}
 SIGMOID = SIZES | EVEN | EXPERTS | {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1}
 SIGMOID |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 8}
 SIGMOID |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+# Gated delta rule layers among those with attention, alone and before mixtures.
+HYBRID = SIZES | EVEN | DELTA | {"model_type": "qwen3_5_text", "layer_types": [RULE, FULL, RULE], "num_hidden_layers": 3}
+HYBRID_MOE = HYBRID | SHARING | {"model_type": "qwen3_next", "num_experts": 8, "linear_conv_kernel_dim": 3}
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +98,11 @@ def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: p
     write_config(SHARED, folder / "shared-moe")
     write_config(SINKS, folder / "sinks-moe")
     write_config(SIGMOID, folder / "sigmoid-moe")
+    write_config(HYBRID, folder / "hybrid")
+    write_config(HYBRID_MOE, folder / "hybrid-moe")
     write_random("qwen3_vl", folder / "qwen3_vl")
     write_random("qwen2_5_vl", folder / "qwen2_5_vl")
-    for name, of in (("taught", "qwen3"), ("adapted", "qwen2"), ("adapted-seeing", "qwen2_5_vl")):
+    for name, of in (("taught", "qwen3"), ("adapted", "qwen2"), ("adapted-seeing", "qwen2_5_vl"), ("hybrid-adapted", "hybrid")):
         (folder / name).symlink_to(folder / of)
     find(folder, 1, {f"one-{model}": (model, {}) for model, _ in meshes.values()})
     for name, (model, _) in meshes.items():

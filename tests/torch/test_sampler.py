@@ -21,8 +21,11 @@ from areal_x_torch.flat_rows import group_by_length
 from areal_x_torch.sampler import Sampler
 from areal_x_torch.sampling import RowSampling, sample, uniform
 from tests.engines import conformance
+from tests.models import DELTA, FULL, RULE
 
 SLOTS, CONTEXT = 16, 384
+# A state beside keys and values.
+HYBRID = DELTA | {"head_dim": 8, "layer_types": [RULE, FULL]}
 
 
 def trainer_of(directory: Path) -> Trainer:
@@ -71,6 +74,8 @@ def test_a_prompt_that_several_have_is_read_once_in_a_lane(sampler: Sampler, mon
         ("qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
         ("gemma", {"head_dim": 8}),
         ("olmo2", {}),
+        ("qwen3_5_text", HYBRID),
+        ("qwen3_next", HYBRID | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     ],
 )
 def test_it_samples_any_model_whose_attention_goes_through_transformers_interface(tmp_path, monkeypatch, kind, changes) -> None:

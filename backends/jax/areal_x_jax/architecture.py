@@ -12,12 +12,14 @@ from typing import Any
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import text_config
+from areal_x_jax.delta_rule import DeltaRule
 from areal_x_jax.families import ParsedConfig, parse_config, refuse_features
 from areal_x_jax.latent_attention import Latent, latent_of, latent_scale
 from areal_x_jax.rope import Rope, rope_indices, ropes_of
 from areal_x_jax.routers import Router, dense_layers, router_of
 from areal_x_jax.vision_architecture import VisionArchitecture, read_vision_architecture
 
+STACKS = ("layers", "dense", "sparse", "recurrent", "attention")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -160,6 +162,12 @@ class Architecture:
     """Layers after the last in which a checkpoint may have heads for further tokens. They are not
     read: transformers leaves them out too."""
 
+    delta: DeltaRule | None = None
+    """The layers that have a gated delta rule in place of attention."""
+
+    gated: bool = False
+    """True if each head's output of attention has a gate, computed with its query."""
+
     vision: VisionArchitecture | None = None
     """The vision tower of a vision-language model."""
 
@@ -181,15 +189,24 @@ class Architecture:
         return self.latent.rotated if self.latent else self.head_dim
 
     def layers_in(self, stack: str) -> tuple[int, ...]:
-        """Returns the layers whose parameters a stack holds: all "layers" or, with a mixture, the
-        "dense" or the "sparse" ones."""
+        """Returns the layers whose parameters a stack of STACKS holds: all "layers"; with a mixture, the
+        "dense" or the "sparse" ones; with a delta rule, the "recurrent" ones or those with
+        "attention"."""
         dense = self.experts.dense if self.experts else ()
+        recurrent = self.delta.layers if self.delta else ()
         every = tuple(range(self.layers))
         return {
             "layers": every,
             "dense": dense,
             "sparse": tuple(layer for layer in every if layer not in dense),
+            "recurrent": recurrent,
+            "attention": tuple(layer for layer in every if layer not in recurrent),
         }[stack]
+
+    def kinds(self) -> list[tuple[bool, bool]]:
+        """Returns for each layer whether it is dense, and whether it is recurrent."""
+        dense, recurrent = self.layers_in("dense"), self.layers_in("recurrent")
+        return [(layer in dense, layer in recurrent) for layer in range(self.layers)]
 
 
 def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Architecture:
@@ -273,12 +290,14 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         centred=family.centred,
         parallel=family.parallel,
         in_norms=family.in_norms,
-        norm_offset=gemma,
+        norm_offset=gemma or family.delta,
         out_norms=family.out_norms,
         logit_softcap=(getattr(text, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
         experts=routed_experts(described, written) if family.router else experts_of(described),
         latent=latent,
         predictors=(getattr(text, "num_nextn_predict_layers", 0) or 0) if family.router else 0,
+        delta=delta_rule_of(described),
+        gated=family.delta,
         vision=vision,
         context=context_of(text.max_position_embeddings, ropes[0]),
     )
@@ -306,7 +325,11 @@ def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int,
     )
     if text.model_type == "ministral":
         rule = "layer_types"
-    unknown = ", ".join(sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}))
+    known = {
+        "full_attention",
+        "linear_attention" if described.family.delta else "sliding_attention",
+    }
+    unknown = ", ".join(sorted(set(kinds or ()) - known))
     refuse_features({f"layers of the kind {unknown}": bool(unknown)})
     listed = [kind == "sliding_attention" for kind in kinds or ()]
     every = {"layer_types": listed, "all": [width is not None] * layers, "none": [False] * layers}
@@ -359,7 +382,7 @@ def experts_of(described: ParsedConfig) -> Experts | None:
     return Experts(
         count=text.num_experts,
         per_token=text.num_experts_per_tok,
-        intermediate=getattr(text, "moe_intermediate_size", text.intermediate_size),
+        intermediate=getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
         normalised=bool(getattr(text, "norm_topk_prob", True)),
         shared=shared,
         dense=tuple(i for i in layers if i not in sparse),
@@ -393,6 +416,28 @@ def routed_experts(described: ParsedConfig, written: Mapping[str, Any]) -> Exper
     )
 
 
+def delta_rule_of(described: ParsedConfig) -> DeltaRule | None:
+    """Returns None if no layer has a gated delta rule."""
+    family, text = described.family, described.text
+    if not family.delta:
+        return None
+    layers = [i for i, kind in enumerate(text.layer_types) if kind == "linear_attention"]
+    heads = text.linear_num_key_heads, text.linear_num_value_heads
+    if heads[1] % heads[0]:
+        raise UserError(
+            f"config.json: linear_num_key_heads = {heads[0]} does not divide linear_num_value_heads ="
+            f" {heads[1]}"
+        )
+    return DeltaRule(
+        tuple(i for i in layers if i < text.num_hidden_layers),
+        *heads,
+        text.linear_key_head_dim,
+        text.linear_value_head_dim,
+        text.linear_conv_kernel_dim,
+        joined=family.joined,
+    )
+
+
 def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:
     """Raises: ConfigError if prompts are to be shared by a model for which that would change the
     numbers."""
@@ -405,6 +450,11 @@ def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:
         has = (
             "has sliding windows, which JAX counts by indices in a row and not by positions (torch"
             " counts by positions)"
+        )
+    if arch.delta is not None:
+        has = (
+            "has gated delta rule layers, whose states JAX does not continue from a prompt's (torch"
+            " does)"
         )
     if shares and has:
         raise ConfigError("train.share_prompts", True, f"False with {directory}, which {has}")

@@ -7,6 +7,7 @@ repeated here. Families differ in fields, not in classes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -92,6 +93,13 @@ class Family:
     clamped: bool = False
     """True if experts have biases and a clamped activation, and are saved all in one tensor."""
 
+    delta: bool = False
+    """True if layers have a gated delta rule in place of attention, and a gate of attention's output
+    elsewhere."""
+
+    joined: bool = False
+    """True if the projections of these layers are two kernels (see areal_x_jax.delta_rule)."""
+
     fused: tuple[str, ...] = ()
     """Kernels that are saved as one: "qkv", "gate_up"."""
 
@@ -134,6 +142,12 @@ OF_EXPERTS = (
     "routed_scaling_factor",
 )
 NOAUX: dict[str, Any] = {"sparse": True, "router": "noaux_tc"}
+DELTA: dict[str, Any] = {
+    "biases": ATTENTION_BIAS,
+    "windows": "none",
+    "reads": PARTLY_TURNED,
+    **dict.fromkeys(("qk_norm", "delta"), True),
+}
 MIXTRAL_EXPERTS = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", ATTENTION_BIAS, qk_norm=True),
@@ -246,6 +260,9 @@ FAMILIES = {
     "YoutuForCausalLM": Family(
         "youtu", {"attention_bias": (LATENTS, OUT)}, reads=OF_LATENTS, **LATENT
     ),
+    "Qwen3NextForCausalLM": Family("qwen3_next", sparse=True, shared=True, joined=True, **DELTA),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", **DELTA),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", sparse=True, shared=True, **DELTA),
     "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", always=(QKV,), has_vision=True),
     "Qwen3VLForConditionalGeneration": Family(
         "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, has_vision=True
@@ -317,7 +334,11 @@ def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
 def family_of(config: Mapping[str, Any]) -> Family:
     given = (config.get("architectures") or ["none"])[0]
     name = next(
-        (known for known in FAMILIES if stem(known) == stem(given.replace("3TextFor", "3For"))),
+        (
+            known
+            for known in FAMILIES
+            if stem(known) == stem(re.sub("TextFor(?=Sequence)", "For", given))
+        ),
         None,
     )
     if name is None:

@@ -204,15 +204,19 @@ def micro_batch(rows: Rows, index: Array | int) -> Rows:
 def saved_activations(arch: Architecture) -> int:
     """Numbers per token that the backward pass saves without remat: the layers' inputs and all
     products with kernels."""
-    attention = (arch.heads + arch.kv_heads) * arch.head_dim + arch.kv_heads * arch.value_dim
+    attention = ((1 + arch.gated) * arch.heads + arch.kv_heads) * arch.head_dim
+    attention += arch.kv_heads * arch.value_dim
     if (latent := arch.latent) is not None:  # and the vectors that they come from
         attention += latent.query_rank + latent.rank + latent.rotated
+    attention *= len(arch.layers_in("attention"))
+    if arch.delta is not None:
+        attention += len(arch.delta.layers) * (arch.delta.channels + arch.delta.values)
     experts, inner = arch.experts, arch.layers * arch.intermediate
     if experts is not None:
         sparse = len(arch.layers_in("sparse"))
         inner = sparse * (experts.per_token * experts.intermediate + experts.shared)
         inner += len(experts.dense) * arch.intermediate
-    return arch.layers * (3 * arch.hidden + attention) + 2 * inner
+    return arch.layers * 3 * arch.hidden + attention + 2 * inner
 
 
 def saved_by_attention(arch: Architecture) -> int:

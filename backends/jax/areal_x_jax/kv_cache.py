@@ -63,6 +63,8 @@ def empty(
 
 
 def capacity(cache: KVCache) -> int:
+    if not cache:  # no layer has attention
+        return 1
     keys, _ = cache[0]
     return len(keys) * keys[0].shape[-1]
 

@@ -28,13 +28,14 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_x.engines.kept_bits import kept_in
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
-from areal_x_jax import kv_cache
+from areal_x_jax import kv_cache, recurrent_cache
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import group_sinks, softcapped
 from areal_x_jax.kv_cache import KVCache
 from areal_x_jax.model import (
     embed,
     finish_layer,
+    gated,
     head_input,
     head_kernel,
     position_rotations,
@@ -42,6 +43,7 @@ from areal_x_jax.model import (
 )
 from areal_x_jax.parameters import Params, layer_leaves
 from areal_x_jax.prefill_chunks import Chunk, packed
+from areal_x_jax.recurrent_cache import States
 from areal_x_jax.sampling import Truncation, sample, uniform
 from areal_x_jax.sharding import sampling_spec
 
@@ -83,8 +85,16 @@ class Rows(NamedTuple):
         return Truncation(self.top_p, self.top_k, self.min_p)
 
 
+class SlotCache(NamedTuple):
+    """What slots keep of their earlier tokens, for each layer with attention and for each one with a
+    state."""
+
+    kv: KVCache
+    states: States
+
+
 # step, cache, rows, tokens, log-probabilities, kept tokens
-State: TypeAlias = tuple[Array, KVCache, Rows, Array, Array, Array | None]
+State: TypeAlias = tuple[Array, SlotCache, Rows, Array, Array, Array | None]
 
 
 def unstack_layers(params: Params, arch: Architecture) -> Params:
@@ -97,15 +107,22 @@ def unstack_layers(params: Params, arch: Architecture) -> Params:
     return {**params, "layers": layers}
 
 
-def prefill(arch: Architecture, params: Params, cache: KVCache, chunk: Chunk) -> KVCache:
-    """Writes the keys and values of the chunk's tokens."""
+def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) -> SlotCache:
+    """Writes the keys and values of the chunk's tokens, and the states after its pieces."""
     x, rotations = embed(arch, params, chunk.tokens), position_rotations(arch, chunk.positions)
     same = chunk.piece[:, None] == chunk.piece
     # Distance in tokens; negative if not visible.
     before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
-    fresh = []
-    for i, (layer, cached) in enumerate(zip(params["layers"], cache, strict=True)):
-        query, key, value = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
+    fresh, states = [], []
+    kv, before_chunk = iter(cache.kv), iter(cache.states)
+    for i, layer in enumerate(params["layers"]):
+        if "a_log" in layer:
+            attended, state = recurrent_cache.prefill(arch, layer, x, next(before_chunk), chunk)
+            states.append(state)
+            x, _ = finish_layer(arch, layer, x, attended)
+            continue
+        query, key, value, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
+        cached = next(kv)
         fresh.append((key, value))
         if i == arch.layers - 1:
             break  # nothing reads the last layer's output for a prompt
@@ -114,21 +131,23 @@ def prefill(arch: Architecture, params: Params, cache: KVCache, chunk: Chunk) ->
         attended = kv_cache.attend_chunk(
             scaled(arch, query), (key, value), before, cached, *place, *near
         )
-        x, _ = finish_layer(arch, layer, x, attended.reshape(*x.shape[:-1], -1))
-    return kv_cache.write_pieces(
-        cache, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
+        attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
+        x, _ = finish_layer(arch, layer, x, attended)
+    written = kv_cache.write_pieces(
+        cache.kv, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
     )
+    return SlotCache(written, tuple(states))
 
 
 def copy(
-    cache: KVCache,
+    cache: SlotCache,
     sources: Int[Array, " slots"],
     targets: Int[Array, " slots"],
     count: Int[Array, ""],
-) -> KVCache:
+) -> SlotCache:
     """Copies the first `count` sources, one after another, into the targets."""
 
-    def one(i: Array, cache: KVCache) -> KVCache:
+    def one(i: Array, cache: SlotCache) -> SlotCache:
         return jax.tree.map(
             lambda x: jax.lax.dynamic_update_index_in_dim(x, x[sources[i]], targets[i], 0), cache
         )
@@ -139,14 +158,14 @@ def copy(
 def decode(
     arch: Architecture,
     params: Params,
-    cache: KVCache,
+    cache: SlotCache,
     rows: Rows,
     column: Int[Array, ""],
     steps: Int[Array, ""],
     until_free: Int[Array, ""],
     slots: Int[Array, " rows"] | None = None,
     truncates: bool = False,
-) -> tuple[KVCache, Rows, Array, Array, Array | None]:
+) -> tuple[SlotCache, Rows, Array, Array, Array | None]:
     """Grows every live row by up to `steps` tokens, beginning at cache column `column`.
 
     slots: the slots of the rows, if they are not all slots. truncates: True if any row leaves out
@@ -167,7 +186,7 @@ def decode(
     def grow(state: State) -> State:
         step, cache, rows, tokens, logprobs, bits = state
         cache, logits = forward(
-            arch, params, cache, rows, (column + step) % kv_cache.capacity(cache)
+            arch, params, cache, rows, (column + step) % kv_cache.capacity(cache.kv)
         )
         uniforms = uniform(rows.seed, rows.generated)
         truncation = rows.truncation if truncates else None
@@ -206,8 +225,8 @@ def most_steps(arch: Architecture, rows: int, truncates: bool) -> int:
 
 
 def forward(
-    arch: Architecture, params: Params, cache: KVCache, rows: Rows, column: Array
-) -> tuple[KVCache, Float[Array, "rows vocab"]]:
+    arch: Architecture, params: Params, cache: SlotCache, rows: Rows, column: Array
+) -> tuple[SlotCache, Float[Array, "rows vocab"]]:
     """Feeds each row's newest token, written into cache column `column`, and returns the logits of
     its next one."""
     x, rotations = embed(arch, params, rows.token), position_rotations(arch, rows.length - 1)
@@ -215,19 +234,31 @@ def forward(
     reach = {
         window: jnp.minimum(lengths, window) if window else lengths for window in set(arch.windows)
     }
-    seen = {window: kv_cache.visible(cache, column, columns) for window, columns in reach.items()}
-    written = []
-    for i, (layer, cached) in enumerate(zip(params["layers"], cache, strict=True)):
-        query, key, value = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
-        cached = kv_cache.write_newest(cached, key, value, column)
+    seen = {
+        window: kv_cache.visible(cache.kv, column, columns)
+        for window, columns in reach.items()
+        if cache.kv
+    }
+    written, states = [], []
+    kv, before = iter(cache.kv), iter(cache.states)
+    for i, layer in enumerate(params["layers"]):
+        if "a_log" in layer:
+            attended, state = recurrent_cache.advance(
+                arch, layer, x, next(before), rows.length == 1
+            )
+            states.append(state)
+            x, _ = finish_layer(arch, layer, x, attended)
+            continue
+        query, key, value, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
+        cached = kv_cache.write_newest(next(kv), key, value, column)
         written.append(cached)
         near = seen[arch.windows[i]], arch.attention_softcap, sinks_of(arch, layer)
         attended = kv_cache.attend(scaled(arch, query), cached, *near)
-        x, _ = finish_layer(arch, layer, x, attended.reshape(*x.shape[:-1], -1))
+        attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
+        x, _ = finish_layer(arch, layer, x, attended)
     x = head_input(arch, params, x)
-    return tuple(written), softcapped(
-        kv_cache.product("rh,hv->rv", x, head_kernel(params)), arch.logit_softcap
-    )
+    logits = kv_cache.product("rh,hv->rv", x, head_kernel(params))
+    return SlotCache(tuple(written), tuple(states)), softcapped(logits, arch.logit_softcap)
 
 
 def sinks_of(arch: Architecture, layer: Params) -> Float[Array, "kv_heads group"] | None:
@@ -267,7 +298,7 @@ class Lane:
         pinned = self._sharding if group.size > 1 else None
         self._chunk = CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
         self._params: Any = None
-        self._cache: KVCache | None = None
+        self._cache: SlotCache | None = None
         self._column = 0  # of the cache, which the next step writes
         self._rows = Rows(
             token=np.zeros(slots, np.int32),
@@ -303,8 +334,8 @@ class Lane:
         if self._cache is None:
             dtype = self._params["embed"].dtype
             arch = self.arch
-            empty = kv_cache.empty(
-                arch.layers,
+            kv = kv_cache.empty(
+                len(arch.layers_in("attention")),
                 self.slots,
                 arch.kv_heads,
                 arch.head_dim,
@@ -312,6 +343,7 @@ class Lane:
                 dtype,
                 arch.value_dim,
             )
+            empty = SlotCache(kv, recurrent_cache.empty(arch, self.slots, dtype))
             self._cache = jax.device_put(empty, self._sharding)
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
@@ -323,7 +355,7 @@ class Lane:
             self._column = 0
         for request in requests:
             self._set_slot(request)
-        capacity = kv_cache.capacity(self._cache)
+        capacity = kv_cache.capacity(self._cache.kv)
         # A prompt of one token has nothing to cache.
         alike = [same for same in group_identical(requests).values() if len(same[0].tokens) > 1]
         prompts = [
@@ -405,7 +437,7 @@ class Lane:
         grown = after.generated - rows.generated
         finished = rows.live & ~after.live
         taken = int(grown.max())
-        self._column = (self._column + taken) % kv_cache.capacity(self._cache)
+        self._column = (self._column + taken) % kv_cache.capacity(self._cache.kv)
         self._rows = Rows(
             *(_scatter_rows(x, new, slots) for x, new in zip(before, after, strict=True))
         )

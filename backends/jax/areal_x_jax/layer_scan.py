@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from areal_x_jax.architecture import Architecture
+from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
 
 
@@ -64,8 +64,8 @@ def scan(
     Returns x and the numbers of each run's layers that have any.
     """
     leaves, numbers = layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch)), []
-    places = {stack: arch.layers_in(stack) for stack in ("layers", "dense", "sparse")}
-    for run in layer_runs([layer in places["dense"] for layer in places["layers"]]):
+    places = {stack: arch.layers_in(stack) for stack in STACKS}
+    for run in layer_runs(arch.kinds()):
         # Indices of this run's layers in each stack.
         within = {
             stack: [at for at, layer in enumerate(own) if layer in _layers(run)]

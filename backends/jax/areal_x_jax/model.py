@@ -23,9 +23,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from areal_x_jax import attention, experts, latent_attention, layer_scan, pipeline
+from areal_x_jax import attention, delta_rule, experts, latent_attention, layer_scan, pipeline
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.blocked_attention import KEPT
+from areal_x_jax.delta_rule import Inputs
 from areal_x_jax.dense_attention import AttentionMask
 from areal_x_jax.latent_attention import Latent
 from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
@@ -134,8 +135,12 @@ def hidden_states(
         def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
             weights, ((window, rope_index, depth), chosen) = of_layer
             weights = partitioner.gathered(weights, axes)
-            query, key, value = project_qkv(arch, weights, x, _select(rotations, rope_index))
-            attended = attend(query, key, value, window, weights.get("sinks"))
+            if "a_log" in weights:
+                attended = recur(arch, weights, x, segment_ids, partitioner)
+            else:
+                rotation = _select(rotations, rope_index)
+                query, key, value, gate = project_qkv(arch, weights, x, rotation)
+                attended = gated(attend(query, key, value, window, weights.get("sinks")), gate)
             x, routing = finish_layer(arch, weights, x, attended, partitioner, chosen)
             if images is not None and depth is not None:
                 x = add_deepstack(x, images, depth)
@@ -267,18 +272,23 @@ def head_kernel(params: Params) -> Float[Array, "hidden vocab"]:
 
 def project_qkv(
     arch: Architecture, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation
-) -> tuple[Array, Array, Array]:
-    """Returns rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads,
-    value_dim], of one layer's input."""
+) -> tuple[Array, Array, Array, Array | None]:
+    """Returns rotated queries [..., heads, head_dim] and keys, values [..., kv_heads, value_dim], and
+    logits of the output's gates, if it has any, [..., heads · head_dim], of one layer's input."""
     if "input_norm" in layer:
         x = norm(x, layer["input_norm"], arch)
     if arch.latent is not None:
-        return project_latent(arch, arch.latent, layer, x, rotation)
+        return *project_latent(arch, arch.latent, layer, x, rotation), None
     if "qkv" in layer:
         ends = np.cumsum([arch.heads, arch.kv_heads]) * arch.head_dim
         query, key, value = jnp.split(affine(layer, "qkv", x), ends, axis=-1)
     else:
         query, key, value = (affine(layer, name, x) for name in "qkv")
+
+    gate = None
+    if arch.gated:  # each head's query and gate are neighbours
+        query, gate = jnp.split(query.reshape(*query.shape[:-1], arch.heads, -1), 2, axis=-1)
+        query, gate = (part.reshape(*x.shape[:-1], -1) for part in (query, gate))
 
     def normalised(x: Array, name: str) -> Array:
         return norm(x, layer[name], arch) if name in layer else x
@@ -291,7 +301,62 @@ def project_qkv(
     else:
         query, key = normalised(by_head(query), "q_norm"), normalised(by_head(key), "k_norm")
     query, key = (rope(x, rotation, arch.interleaved) for x in (query, key))
-    return query, key, by_head(value)
+    return query, key, by_head(value), gate
+
+
+def gated(attended: Float[Array, "... features"], gate: Array | None) -> Array:
+    """Multiplies attention's output with its gates."""
+    return attended if gate is None else attended.astype(gate.dtype) * jax.nn.sigmoid(gate)
+
+
+def recur(
+    arch: Architecture,
+    layer: Params,
+    x: Float[Array, "rows length hidden"],
+    segment_ids: Int[Array, "rows length"],
+    partitioner: Partitioner = ONE_DEVICE,
+) -> Float[Array, "rows length values"]:
+    """Returns the output of a gated delta rule, in the place of attention's. On a mesh each device
+    computes its heads of its rows, which are whole."""
+    mixed = project_mixed(arch, layer, x)
+    mixed = mixed._replace(channels=partitioner.constrain(mixed.channels, "rows", None, None))
+    convolved = delta_rule.convolve(mixed.channels, layer["convolution"], segment_ids)
+    inputs = recurrent_inputs(arch, layer, convolved, mixed)
+    run: Any = delta_rule.gated_delta_rule
+    if partitioner.size(*AXES) > 1:
+        heads = partitioner.spec("rows", None, "heads")
+        ids = partitioner.spec("rows", None)
+        run = partitioner.shard_map(run, (Inputs(*[heads] * 5), ids), heads)
+    return recurrent_output(arch, layer, run(inputs, segment_ids), mixed.gate)
+
+
+def project_mixed(
+    arch: Architecture, layer: Params, x: Float[Array, "... hidden"]
+) -> delta_rule.Mixed:
+    assert arch.delta is not None
+    x = norm(x, layer["input_norm"], arch)
+    if arch.delta.joined:
+        both = (affine(layer, f"delta_{name}", x) for name in ("qkvz", "ba"))
+        return delta_rule.separated(arch.delta, *both)
+    return delta_rule.Mixed(*(affine(layer, f"delta_{name}", x) for name in ("qkv", "b", "a", "z")))
+
+
+def recurrent_inputs(
+    arch: Architecture, layer: Params, convolved: Array, mixed: delta_rule.Mixed
+) -> Inputs:
+    assert arch.delta is not None
+    active = ACTIVATIONS[arch.activation](convolved)
+    return delta_rule.rule_inputs(arch.delta, active, mixed, layer["a_log"], layer["dt_bias"])
+
+
+def recurrent_output(
+    arch: Architecture,
+    layer: Params,
+    found: Float[Array, "... key_heads group value_dim"],
+    gate: Float[Array, "... values"],
+) -> Float[Array, "... values"]:
+    by_head = gate.reshape(found.shape)
+    return delta_rule.gated_norm(found, by_head, layer["delta_norm"], arch.eps).reshape(gate.shape)
 
 
 def project_latent(
@@ -301,8 +366,8 @@ def project_latent(
     x: Float[Array, "... hidden"],
     rotation: Rotation,
 ) -> tuple[Array, Array, Array]:
-    """The same for latent attention (areal_x_jax.latent_attention), of a normalised input. The
-    products of queries and keys do not depend on the order of features: rotated ones are the last."""
+    """Returns queries, keys and values of latent attention (areal_x_jax.latent_attention), of a
+    normalised input. The products of queries and keys do not depend on the order of features: rotated ones are the last."""
     of_vectors = replace(arch, eps=latent_attention.EPS)
 
     def by_head(x: Array, *widths: int) -> list[Array]:
@@ -340,7 +405,8 @@ def finish_layer(
         return x + (y if arch.residual_scale == 1 else y * arch.residual_scale)
 
     before = x
-    x = add(x, affine(layer, "o", attended.astype(x.dtype)), "attention_out_norm")
+    kernel = "o" if "o" in layer else "delta_o"
+    x = add(x, affine(layer, kernel, attended.astype(x.dtype)), "attention_out_norm")
     if arch.parallel:
         y = norm(before, layer["input_norm"], arch)
     else:

@@ -86,15 +86,12 @@ def matrices(params: Params) -> Params:
 
 
 def _muon_labels(params: Params) -> Params:
-    """Muon gets a layer's matrices with more than one row and column; AdamW gets embeddings, heads
-    and vectors."""
+    """Muon gets a layer's matrices with more than one row and column; AdamW gets embeddings, heads,
+    vectors and kernels of single channels."""
 
     def label(path: KeyPath, x: Array) -> str:
-        return (
-            "muon"
-            if DictKey("layers") in path and x.ndim > 2 and min(x.shape[-2:]) > 1
-            else "adamw"
-        )
+        of_layers = DictKey("layers") in path and DictKey("convolution") not in path
+        return "muon" if of_layers and x.ndim > 2 and min(x.shape[-2:]) > 1 else "adamw"
 
     labels: Params = tree_map_with_path(label, params)
     return labels
@@ -278,10 +275,11 @@ ACROSS = {"row": "column", "column": "row"}  # names in files for transposed ker
 def portable(config: OptimizerConfig, arch: Architecture) -> bool:
     """True if a state can be saved as moments of single tensors, for any backend. AdamW's always
     can. Muon and Adafactor compute with matrices: torch joins the tensors of a mixture's experts,
-    and makes other matrices of a vision tower's kernel of five axes."""
+    and makes other matrices of kernels of more than two axes: a vision tower's, a convolution's."""
     mixture = any("{expert}" in leaf.name for leaf in layer_leaves(arch).values())
     tower = arch.vision is not None and arch.adapters is None
-    return config.name == "adamw" or not (mixture or tower)
+    convolves = arch.delta is not None and arch.adapters is None
+    return config.name == "adamw" or not (mixture or tower or convolves)
 
 
 def moment_places(arch: Architecture, state: Any) -> dict[str, MomentPlace]:

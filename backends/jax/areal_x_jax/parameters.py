@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_x.hf.adapters import PEFT_PREFIX
-from areal_x_jax.architecture import Architecture
+from areal_x_jax.architecture import STACKS, Architecture
+from areal_x_jax.delta_rule import DeltaRule
 from areal_x_jax.families import LATENTS, MLP, OUT, QKV
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
@@ -91,6 +92,11 @@ class Leaf:
     stack: str = "layers"
 
     @property
+    def module(self) -> str:
+        """The last part of its module's name, "q_proj"."""
+        return self.name.split(".")[-2]
+
+    @property
     def transposed(self) -> bool:
         as_stored = {"vocab", "vision_positions", "one"}
         if "{expert}" not in self.name:
@@ -113,7 +119,9 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
         found["qkv"] = Leaf("self_attn.qkv_proj.weight", ("hidden", "query_and_keys"))
     else:
         found |= {
-            "q": Leaf("self_attn.q_proj.weight", ("hidden", "query")),
+            "q": Leaf(
+                "self_attn.q_proj.weight", ("hidden", "query_and_gate" if arch.gated else "query")
+            ),
             "k": Leaf("self_attn.k_proj.weight", ("hidden", "key")),
             "v": Leaf("self_attn.v_proj.weight", ("hidden", "key")),
         }
@@ -121,15 +129,16 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
     if arch.sinks:
         found["sinks"] = Leaf("self_attn.sinks", ("heads",))
     if QKV in arch.biases:
-        found |= {
-            f"{x}_bias": Leaf(f"self_attn.{x}_proj.bias", ("query" if x == "q" else "key",))
-            for x in "qkv"
-        }
+        found |= {f"{x}_bias": Leaf(f"self_attn.{x}_proj.bias", (found[x].axes[1],)) for x in "qkv"}
     if OUT in arch.biases:
         found["o_bias"] = Leaf("self_attn.o_proj.bias", ("hidden",))
     if arch.qk_norm:
         wide = {"q": "query", "k": "key"} if arch.wide_qk_norm else dict.fromkeys("qk", "head_dim")
         found |= {f"{x}_norm": Leaf(f"self_attn.{x}_norm.weight", (wide[x],)) for x in "qk"}
+    if arch.delta is not None:
+        of_attention = [name for name, leaf in found.items() if leaf.name.startswith("self_attn.")]
+        found |= {name: replace(found[name], stack="attention") for name in of_attention}
+        found |= delta_rule_leaves(arch.delta)
     if arch.out_norms:
         found |= {
             name: Leaf(f"{name}.weight", ("hidden",))
@@ -167,6 +176,27 @@ def latent_leaves(arch: Architecture) -> dict[str, Leaf]:
     return found
 
 
+def delta_rule_leaves(rule: DeltaRule) -> dict[str, Leaf]:
+    """Returns the parameters of a gated delta rule in place of attention."""
+    kernels = (
+        {"qkvz": "delta_qkvz", "ba": "delta_ba"}
+        if rule.joined
+        else {"qkv": "delta_qkv", "z": "delta_values", "b": "delta_heads", "a": "delta_heads"}
+    )
+    found = {
+        f"delta_{name}": Leaf(f"linear_attn.in_proj_{name}.weight", ("hidden", axis))
+        for name, axis in kernels.items()
+    }
+    found |= {
+        "convolution": Leaf("linear_attn.conv1d.weight", ("delta_width", "delta_qkv")),
+        "a_log": Leaf("linear_attn.A_log", ("delta_heads",)),
+        "dt_bias": Leaf("linear_attn.dt_bias", ("delta_heads",)),
+        "delta_norm": Leaf("linear_attn.norm.weight", ("delta_value_dim",)),
+        "delta_o": Leaf("linear_attn.out_proj.weight", ("delta_values", "hidden")),
+    }
+    return {name: replace(leaf, stack="recurrent") for name, leaf in found.items()}
+
+
 def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
     """Returns the parameters of a layer's MLP or mixture of experts."""
     if "gate_up" in arch.fused:
@@ -196,8 +226,8 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
         }
     if arch.experts.router.corrected:
         # Ernie's has an axis more, and stands in a module of its own.
-        axes = ("one", "experts") if "router_correction" in dict(arch.names) else ("experts",)
-        mixture["router_correction"] = Leaf("mlp.gate.e_score_correction_bias", axes)
+        own = ("one",) if "router_correction" in dict(arch.names) else ()
+        mixture["router_correction"] = Leaf("mlp.gate.e_score_correction_bias", (*own, "experts"))
     if arch.experts.shared:
         module = "mlp.shared_expert" if arch.experts.shared_gate else "mlp.shared_experts"
         mixture |= mlp("shared_", module, "shared_intermediate", MLP in arch.biases)
@@ -214,6 +244,7 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
 
 ADAPTABLE = (
     *("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "o"),
+    *(f"delta_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a", "o")),
     *("gate", "up", "gate_up", "down"),
 )
 
@@ -227,10 +258,7 @@ def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
 def adapter_targets(arch: Architecture) -> dict[str, str]:
     """Returns the kernels that can have adapters by PEFT's names of their modules ("q_proj", …)."""
     leaves = layer_leaves(replace(arch, adapters=None))
-    return {
-        leaves[kernel].name.removesuffix(".weight").rpartition(".")[2]: kernel
-        for kernel in adaptable_kernels(arch)
-    }
+    return {leaves[kernel].module: kernel for kernel in adaptable_kernels(arch)}
 
 
 def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf]:
@@ -331,11 +359,27 @@ def sizes_of(arch: Architecture) -> dict[str, int]:
             "expert_intermediate": experts.intermediate if experts else 0,
             "expert_gate_and_up": 2 * experts.intermediate if experts else 0,
             "shared_intermediate": experts.shared if experts else 0,
-            **{stack: len(arch.layers_in(stack)) for stack in ("layers", "dense", "sparse")},
+            "query_and_gate": 2 * arch.heads * arch.head_dim,
+            **delta_rule_sizes(arch.delta),
+            **{stack: len(arch.layers_in(stack)) for stack in STACKS},
             "rank": arch.adapters.rank if arch.adapters else 0,
             "one": 1,
         }
     )
+
+
+def delta_rule_sizes(rule: DeltaRule | None) -> dict[str, int]:
+    if rule is None:
+        return {}
+    return {
+        "delta_width": rule.width,
+        "delta_qkv": rule.channels,
+        "delta_values": rule.values,
+        "delta_qkvz": rule.channels + rule.values,
+        "delta_ba": 2 * rule.value_heads,
+        "delta_heads": rule.value_heads,
+        "delta_value_dim": rule.value_dim,
+    }
 
 
 def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:

@@ -94,4 +94,7 @@ def stage_architecture(arch: Architecture, stages: int) -> Architecture:
     layers, experts = arch.layers // stages, arch.experts
     if experts is not None:
         experts = replace(experts, dense=tuple(i for i in experts.dense if i < layers))
-    return replace(arch, layers=layers, experts=experts)
+    delta = arch.delta
+    if delta is not None:
+        delta = replace(delta, layers=tuple(i for i in delta.layers if i < layers))
+    return replace(arch, layers=layers, experts=experts, delta=delta)

@@ -34,9 +34,12 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": "stage",
     "dense": "stage",
     "sparse": "stage",
+    "recurrent": "stage",
+    "attention": "stage",
     "vocab": "tensor",
     "hidden": "fsdp",
     "query": "tensor",
+    "query_and_gate": "tensor",
     "key": "tensor",
     "attended": "tensor",
     "query_latent": "fsdp",
@@ -182,6 +185,7 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
             "tensor",
             arch.intermediate if arch.experts is None or arch.experts.dense else 0,
         ),
+        "key heads of the delta rule": ("tensor", arch.delta.key_heads if arch.delta else 0),
         "features of an expert": ("tensor", arch.experts.intermediate if arch.experts else 0),
         "features of the shared expert": ("tensor", arch.experts.shared if arch.experts else 0),
         "features of the model": ("fsdp", arch.hidden),
@@ -223,13 +227,18 @@ def check_stages(arch: Architecture, stages: int) -> None:
             f"mesh.stage = {stages} cannot divide a model with a vision tower: use mesh.fsdp or"
             " mesh.tensor"
         )
-    dense, each = arch.layers_in("dense"), arch.layers // stages
-    kinds = [[i in dense for i in range(n * each, (n + 1) * each)] for n in range(stages)]
-    if any(kind != kinds[0] for kind in kinds):
+    each, kinds = arch.layers // stages, arch.kinds()
+    of_stages = [kinds[n * each : (n + 1) * each] for n in range(stages)]
+    if any(own != of_stages[0] for own in of_stages):
+        parts = ("dense", "have no experts"), ("recurrent", "have a gated delta rule")
+        reason = " and ".join(
+            f"the layers {', '.join(map(str, own))} {what}"
+            for stack, what in parts
+            if (own := arch.layers_in(stack))
+        )
         raise UserError(
-            f"mesh.stage = {stages} gives stages different kinds of layers, as the layers"
-            f" {', '.join(map(str, dense))} have no experts: all must have the same, use mesh.expert"
-            " or mesh.fsdp"
+            f"mesh.stage = {stages} gives stages different kinds of layers, as {reason}: all must have"
+            " the same, use mesh.expert or mesh.fsdp"
         )
 
 

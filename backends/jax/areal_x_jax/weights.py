@@ -15,7 +15,7 @@ import numpy as np
 from areal_x.errors import UserError
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer import Mine
-from areal_x_jax.architecture import Architecture
+from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.parameters import (
     EXACT,
     FIXED,
@@ -58,7 +58,10 @@ def places(arch: Architecture) -> dict[str, Place]:
 
     def place(path: tuple[str, ...], leaf: Leaf, *index: int) -> Place:
         tensor = tuple(sizes[axis] for axis in leaf.axes["{expert}" in leaf.name :])
-        return Place(path, index, leaf.transposed, tensor[::-1] if leaf.transposed else tensor)
+        tensor = tensor[::-1] if leaf.transposed else tensor
+        if leaf.axes[0] == "delta_width":  # each channel has a kernel of its own
+            tensor = tensor[0], 1, tensor[1]
+        return Place(path, index, leaf.transposed, tensor)
 
     outside = other_leaves(arch)
     if "embed" in outside:
@@ -66,7 +69,7 @@ def places(arch: Architecture) -> dict[str, Place]:
     count = arch.experts.count if arch.experts else 0
     leaves, stacks = (
         layer_leaves(arch),
-        {stack: arch.layers_in(stack) for stack in ("layers", "dense", "sparse")},
+        {stack: arch.layers_in(stack) for stack in STACKS},
     )
     for layer in range(arch.layers):
         for name, leaf in leaves.items():
@@ -175,6 +178,8 @@ def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], so
 def is_ignored(arch: Architecture, name: str) -> bool:
     """True for a tied head that was saved a second time, for a language model's head in a model that
     scores, for layers that predict further tokens, and for what rotations compute anew."""
+    if name.startswith("mtp."):
+        return arch.delta is not None
     if name.endswith(".rotary_emb.inv_freq"):
         return True
     further = (

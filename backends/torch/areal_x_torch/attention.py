@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -47,7 +48,7 @@ Sinks: TypeAlias = Float[Tensor, " heads"]
 @dataclass(frozen=True)
 class Segments:
     """The sequences of one flat row, one after another, and the function that computes their
-    attention. Masks are cached, because many layers need the same."""
+    attention. Masks and layouts are cached, because many layers need the same."""
 
     lengths: tuple[int, ...]
 
@@ -60,7 +61,13 @@ class Segments:
     """For each sequence the earlier one that it continues, of which it sees every token, or −1; none
     of these continues another."""
 
+    context: ProcessGroup | None = None
+    """Processes that each have a part of the row's tokens; None if they are all here."""
+
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+
+    layouts: dict[Any, Any] = field(default_factory=dict)
+    """Of layers that compute sequences in a form of their own, under their names."""
 
     @staticmethod
     def of(
@@ -68,10 +75,11 @@ class Segments:
         attend: Attend,
         device: torch.device,
         prefixes: tuple[int, ...] | None = None,
+        context: ProcessGroup | None = None,
     ) -> Segments:
         """prefixes: None if no sequence continues another."""
         return Segments(
-            lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths)
+            lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths), context
         )
 
     @property
@@ -372,9 +380,10 @@ def varlen(
             strict=True,
         )
         *first, rest = parts
-        found = [_whole(*part, scale) for part in first]
-        if rest[0].shape[2]:
-            found.append(varlen(*rest, segments.rest, scale, window, softcap))
+        found = [_whole(q, k, v, scale) for q, k, v in first]
+        q, k, v = rest
+        if q.shape[2]:
+            found.append(varlen(q, k, v, segments.rest, scale, window, softcap))
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
     attended: Tensor = _varlen_kernel()(
         *_one_after_another(query, key, value, segments),

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x.hf.model_parts import with_parts
+from areal_x_torch import delta_rule
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
 from areal_x_torch.dtensors import ShardedView, local
 from areal_x_torch.dummy_model import make_dummy
@@ -52,13 +53,15 @@ _passed: set[tuple[type, str]] = set()
 
 
 def prepare(model: PreTrainedModel, directory: Path) -> None:
-    """Installs this backend's attention and experts in a model on the meta device.
+    """Installs this backend's attention, experts and delta rule in a model on the meta device.
 
     Raises: UserError for a model that trainer and sampler would compute differently from
     transformers.
     """
     kind = f"{directory} is a {type(model).__name__}{with_parts(model.config.to_dict())}"
-    if not model._supports_attention_backend:
+    # transformers marks none of the models with such layers, whose other layers let attention be
+    # replaced all the same: the dummy shows it.
+    if not (model._supports_attention_backend or delta_rule.install(model)):
         raise UserError(
             f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama"
             " or Mistral model"
@@ -173,5 +176,6 @@ def _as_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor:
 def _eager(model: PreTrainedModel) -> Iterator[None]:
     """Uses transformers' eager attention: its faster ones ignore soft caps."""
     attend_by(model, "eager")
-    yield
+    with delta_rule.without_kernels(model):
+        yield
     attend_by(model, ATTENTION)

@@ -42,6 +42,9 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
         raise wants(
             f"a divisor of the model's num_attention_heads = {model.num_attention_heads}{over}"
         )
+    heads = getattr(model, "linear_num_key_heads", None)  # of gated delta rule layers
+    if heads and heads % mesh.context:
+        raise wants(f"a divisor of the model's linear_num_key_heads = {heads}")
 
 
 def token_range(tokens: int, group: ProcessGroup | None) -> slice:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x_torch import kept_attention
+from areal_x_torch import delta_rule, kept_attention
 from areal_x_torch.experts import recompute_contexts
 
 # Operations whose results "products" saves: products with kernels, experts' too, and attention, by
@@ -104,7 +104,9 @@ def product_width(model: PreTrainedModel) -> int:
     experts that compute it."""
     experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     parameters = [x for block in blocks_of(model) for x in block.parameters() if x.ndim >= 2]
-    return sum(x.shape[-2] * (experts if x.ndim == 3 else 1) for x in parameters)
+    # What a delta rule saves, in fp32, is as much as that of further products.
+    further = 2 * delta_rule.saved_numbers(model) / KEPT["nothing"]
+    return sum(x.shape[-2] * (experts if x.ndim == 3 else 1) for x in parameters) + int(further)
 
 
 def attention_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:

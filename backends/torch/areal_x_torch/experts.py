@@ -85,7 +85,7 @@ def mixture(
         else dispatched_experts(module, x, sizes, parts)
     )
     # In the order of tokens, so that the sum does not depend on the routing.
-    ordered = outputs.new_zeros(len(of_all), outputs.shape[1]).index_copy(0, order, outputs)
+    ordered = outputs.new_zeros(of_all.shape[0], outputs.shape[1]).index_copy(0, order, outputs)
     ordered = ordered.view(*chosen.shape, -1)
     found = (weights.to(dtype).unsqueeze(1) @ ordered).squeeze(1).to(hidden.dtype)
     return found if together is None else SumOverGroup.apply(found, together)

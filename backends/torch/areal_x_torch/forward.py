@@ -136,7 +136,11 @@ class Forward:
         """Returns the tokens `own` of a flat row, with the sequences of the whole row."""
         net = self.module.model
         segments = Segments.of(
-            tuple(flat.lengths.tolist()), self.attend, self.device, tuple(flat.prefixes.tolist())
+            tuple(flat.lengths.tolist()),
+            self.attend,
+            self.device,
+            tuple(flat.prefixes.tolist()),
+            self.context,
         )
         tokens = to_tensor(flat.take(packed.tokens)[own], self.device)
         positions, images = flat.positions[own], None

@@ -23,7 +23,7 @@ from areal_x.types import Batch
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 
 # The model_types whose positions `mrope_positions` computes.
-VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
+VISION_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 class RowImages(NamedTuple):

@@ -1,9 +1,10 @@
-"""Keys and values of the sampler's sequences, and the attention that reads and writes them.
+"""Keys and values of the sampler's sequences, and the attention that reads and writes them; for gated
+delta rule layers (areal_x_torch.delta_rule), states of fixed size in their place.
 
 transformers lets a model's config name an attention function, which every layer then calls with its
-own queries, keys and values, already rotated. `attend` is that function: the only place where the
-sampler reaches into a model. In place of a transformers cache it gets one of three: `ProbeCache`,
-`PrefillCache` or `DecodeCache`.
+own queries, keys and values, already rotated. `attend` is that function: with the delta rule's, the
+only place where the sampler reaches into a model. In place of a transformers cache they get one of
+three: `ProbeCache`, `PrefillCache` or `DecodeCache`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from areal_x_torch import masks
+from areal_x_torch import delta_chunks, masks
 from areal_x_torch.attention import Sinks, by_formula
+from areal_x_torch.delta_rule import Heads, Mixed, convolved_after, rule_inputs
 from areal_x_torch.masks import Visible, window_of
 from areal_x_torch.model import decoder
 
@@ -37,11 +39,20 @@ class Layer(NamedTuple):
     window: int | None
 
 
+class StateLayer(NamedTuple):
+    """The sizes of a gated delta rule layer's state: its convolution's last inputs, and a matrix of each
+    value head."""
+
+    number: int
+    convolution: tuple[int, int]  # tokens, channels
+    matrices: tuple[int, ...]  # key heads, value heads of each, key and value features
+
+
 class ProbeCache:
     """Attends to nothing and records what each layer would cache."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, Layer] = {}
+        self.layers: dict[int, Layer | StateLayer] = {}
 
     def attend(
         self,
@@ -59,9 +70,18 @@ class ProbeCache:
         self.layers[layer] = Layer(layer, key.shape[1], key.shape[3], value.shape[3], window)
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
+    def mix(self, layer: Any, parts: Mixed) -> Tensor:
+        heads = Heads.of(layer)
+        self.layers[layer.layer_idx] = StateLayer(
+            layer.layer_idx,
+            (heads.width - 1, parts.channels.shape[-1]),
+            (heads.count, len(heads.a_log) // heads.count, heads.key_dim, heads.value_dim),
+        )
+        return torch.zeros_like(parts.gate)
+
 
 @torch.inference_mode()
-def layers_of(model: PreTrainedModel) -> list[Layer]:
+def layers_of(model: PreTrainedModel) -> list[Layer | StateLayer]:
     probe = ProbeCache()
     decoder(model)(
         input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
@@ -73,11 +93,12 @@ def layers_of(model: PreTrainedModel) -> list[Layer]:
 
 class Cache:
     """Keys and values of each layer, `[rows, columns, heads, head_dim]`; column c of a row is its
-    token c."""
+    token c. Of a layer with a state: the inputs of its convolution in place of keys, and its
+    matrices, in fp32, in place of values."""
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[Layer | StateLayer],
         rows: int,
         columns: int,
         dtype: torch.dtype,
@@ -85,19 +106,31 @@ class Cache:
     ) -> None:
         self.layers = list(layers)
         self.columns = columns
-        self.windows = list(dict.fromkeys(layer.window for layer in layers))
+        self.windows = windows_of(layers)
         make = {"dtype": dtype, "device": device}
-        self.keys = [
-            torch.zeros(rows, columns, layer.kv_heads, layer.key_dim, **make) for layer in layers
-        ]
-        self.values = [
-            torch.zeros(rows, columns, layer.kv_heads, layer.value_dim, **make) for layer in layers
-        ]
+        self.keys, self.values = [], []
+        for layer in layers:
+            if isinstance(layer, StateLayer):
+                self.keys.append(torch.zeros(rows, *layer.convolution, **make))
+                self.values.append(torch.zeros(rows, *layer.matrices, device=device))
+                continue
+            for kept, width in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
+                kept.append(torch.zeros(rows, columns, layer.kv_heads, width, **make))
+
+    def begin(self, rows: slice) -> None:
+        """Empties the states of rows. Columns are overwritten before they are read."""
+        for layer, *both in zip(self.layers, self.keys, self.values, strict=True):
+            for x in both if isinstance(layer, StateLayer) else ():
+                x[rows] = 0
 
     def move(self, source: int, target: int, used: int) -> None:
-        """Copies the first `used` columns of a row into another."""
-        for x in (*self.keys, *self.values):
-            x[target, :used] = x[source, :used]
+        """Copies the first `used` columns of a row, and its states, into another."""
+        for layer, *both in zip(self.layers, self.keys, self.values, strict=True):
+            for x in both:
+                if isinstance(layer, StateLayer):
+                    x[target] = x[source]
+                else:
+                    x[target, :used] = x[source, :used]
 
     def newest(
         self, own: Int[Tensor, " rows"], used: int
@@ -118,15 +151,25 @@ class Cache:
         return places, masks, self.keys, self.values
 
 
+def windows_of(layers: Sequence[Layer | StateLayer]) -> list[int | None]:
+    """Returns the different windows of layers with attention."""
+    return list(dict.fromkeys(layer.window for layer in layers if isinstance(layer, Layer)))
+
+
 @dataclass
 class PrefillCache:
-    """A forward pass that writes columns start … start + length of rows first … first + rows."""
+    """A forward pass that writes columns start … start + length of rows first … first + rows.
+
+    real: of each row, its tokens in these columns, at least one; the rest is padding. Rows are
+    ordered by it, most first.
+    """
 
     cache: Cache
     first: int
     rows: int
     start: int
     length: int
+    real: tuple[int, ...]
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(
@@ -142,7 +185,7 @@ class PrefillCache:
     ) -> Tensor:
         """Returns [rows, heads, length, head_dim] for the queries, after writing their keys and
         values."""
-        index = next(i for i, kept in enumerate(self.cache.layers) if kept.number == layer)
+        index = index_of(self.cache.layers, layer)
         rows, stop = slice(self.first, self.first + self.rows), self.start + self.length
         both = self.cache.keys[index], self.cache.values[index]
         for x, new in zip(both, (key, value), strict=True):
@@ -161,6 +204,23 @@ class PrefillCache:
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
 
+    def mix(self, layer: Any, parts: Mixed) -> Tensor:
+        """Returns the outputs of a delta rule layer, `[rows, length, heads, features]`, after
+        advancing its states; 0 for padding."""
+        index = index_of(self.cache.layers, layer.layer_idx)
+        rows = slice(self.first, self.first + self.rows)
+        inputs, matrices = self.cache.keys[index], self.cache.values[index]
+        seen = torch.cat([inputs[rows], parts.channels], dim=1)
+        heads = Heads.of(layer)
+        convolved = convolved_after(heads, seen)
+        width = inputs.shape[1]
+        last = [x[n : n + width] for x, n in zip(seen, self.real, strict=True)]
+        inputs[rows] = torch.stack(last)
+        found, matrices[rows] = delta_chunks.padded(
+            rule_inputs(heads, convolved, parts), self.real, matrices[rows]
+        )
+        return found
+
     def _mask(self, window: int | None, device: torch.device) -> Tensor:
         if window not in self.masks:
             stop = self.start + self.length
@@ -178,7 +238,7 @@ class DecodeCache:
     infinity elsewhere.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[Layer | StateLayer]
     windows: Sequence[int | None]
     places: Int[Tensor, " rows"]
     masks: Sequence[Float[Tensor, "rows 1 1 used"]]
@@ -196,7 +256,7 @@ class DecodeCache:
         softcap: float | None,
         sinks: Sinks | None,
     ) -> Tensor:
-        index = next(i for i, kept in enumerate(self.layers) if kept.number == layer)
+        index = index_of(self.layers, layer)
         mask = self.masks[self.windows.index(window)]
         rows, heads = query.shape[:2]
         kv_heads = key.shape[1]
@@ -211,6 +271,22 @@ class DecodeCache:
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1])
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return attended.reshape(rows, heads, 1, -1)
+
+    def mix(self, layer: Any, parts: Mixed) -> Tensor:
+        index, rows = index_of(self.layers, layer.layer_idx), parts.channels.shape[0]
+        inputs, matrices = self.keys[index][:rows], self.values[index][:rows]
+        seen = torch.cat([inputs, parts.channels], dim=1)
+        heads = Heads.of(layer)
+        found, after = delta_chunks.one_token(
+            rule_inputs(heads, convolved_after(heads, seen), parts), matrices
+        )
+        inputs.copy_(seen[:, 1:])
+        matrices.copy_(after)
+        return found
+
+
+def index_of(layers: Sequence[Layer | StateLayer], number: int) -> int:
+    return next(i for i, kept in enumerate(layers) if kept.number == number)
 
 
 def attend(

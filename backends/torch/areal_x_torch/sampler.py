@@ -277,9 +277,11 @@ class Lane:
                 positions[:, row, :length] = prompt_images.positions_of(self.model, request)
         looked = prompt_images.encode_images(self.model, requests, longest)
         read, embed = decoder(self.model), self.model.get_input_embeddings()
+        self._cache.begin(slice(len(self._rows), len(self._rows) + rows))
         for start in range(0, longest - 1, CHUNK):
             # Padding writes beyond its row's end, where decoding overwrites it before it is read.
-            rows = sum(len(request.tokens) - 1 > start for request in requests)
+            left = [len(request.tokens) - 1 - start for request in requests]
+            rows = sum(tokens > 0 for tokens in left)
             here = slice(start, min(start + CHUNK, longest - 1))
             chunk = torch.from_numpy(tokens[:rows, here]).to(self.model.device)
             inputs = {"input_ids": chunk} if looked is None else looked.inputs(embed(chunk), start)
@@ -288,7 +290,9 @@ class Lane:
             own = torch.from_numpy(
                 positions[:, :rows, here] if looked is not None else positions[0, :rows, here]
             )
-            cache = PrefillCache(self._cache, len(self._rows), rows, start, chunk.shape[1])
+            width = chunk.shape[1]
+            real = tuple(min(tokens, width) for tokens in left[:rows])
+            cache = PrefillCache(self._cache, len(self._rows), rows, start, width, real)
             read(**inputs, position_ids=own.to(chunk.device), use_cache=False, cache=cache)
         ends = [len(request.tokens) - 1 for request in requests]
         return [int(positions[0, row, end]) - end for row, end in enumerate(ends)]

@@ -121,7 +121,8 @@ def check_model(
             directory, local_files_only=True, trust_remote_code=False
         )
         check_context(described, config)
-        experts = next((n for field in COUNTS if (n := getattr(described, field, None))), 0)
+        text = described.get_text_config()
+        experts = next((n for field in COUNTS if (n := getattr(text, field, None))), 0)
         if config.expert > 1 and (not experts or experts % config.expert):
             wanted = (
                 f"a divisor of the model's {experts} experts"
@@ -133,7 +134,7 @@ def check_model(
             wanted = f"such that mesh.expert · mesh.tensor divides the model's {experts} experts"
             raise ConfigError("mesh.tensor", config.tensor, wanted)
         if config.tensor > 1:
-            plan_of(described.get_text_config(), config.tensor)
+            plan_of(text, config.tensor)
     if memory is None or offload:
         return
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
@@ -281,6 +282,8 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
     plan.pop("embed_tokens", None)  # which `split_vocabulary` splits
     for pattern in [pattern for pattern in plan if "experts" in pattern.split(".")]:
         del plan[pattern]  # which `split_experts` splits
+    for pattern in [pattern for pattern in plan if "linear_attn" in pattern.split(".")]:
+        del plan[pattern]  # gated delta rule layers, which every process computes whole
     if not plan or set(plan.values()) - {*STYLES, SUMMED}:
         wanted = (
             f"1, as heads and MLPs of a {config.model_type} model cannot be sharded yet: use"

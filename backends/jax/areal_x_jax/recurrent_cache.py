@@ -1,0 +1,94 @@
+"""The sampler's states of gated delta rule layers (areal_x_jax.delta_rule), in place of keys and
+values: of fixed size for each slot, whatever its length."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from areal_x_jax import delta_rule
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.model import project_mixed, recurrent_inputs, recurrent_output
+from areal_x_jax.parameters import Params
+from areal_x_jax.prefill_chunks import Chunk
+
+
+class State(NamedTuple):
+    """A layer's last inputs of the convolution, oldest first, and matrices."""
+
+    inputs: Float[Array, "slots channels width-1"]
+    matrices: Float32[Array, "slots key_heads group key_dim value_dim"]
+
+
+States: TypeAlias = tuple[State, ...]
+
+
+def empty(arch: Architecture, slots: int, dtype: Any) -> States:
+    rule = arch.delta
+    if rule is None:
+        return ()
+    matrices = slots, rule.key_heads, rule.group, rule.key_dim, rule.value_dim
+    return tuple(
+        State(jnp.zeros((slots, rule.channels, rule.width - 1), dtype), jnp.zeros(matrices))
+        for _ in rule.layers
+    )
+
+
+def advance(
+    arch: Architecture,
+    layer: Params,
+    x: Float[Array, "slots hidden"],
+    state: State,
+    first: Bool[Array, " slots"],
+) -> tuple[Float[Array, "slots values"], State]:
+    """Returns a layer's outputs for the newest token of each slot, and the states after it. first:
+    slots without earlier tokens, whose states are another sequence's."""
+    mixed = project_mixed(arch, layer, x)
+    inputs = jnp.where(first[:, None, None], 0, state.inputs)
+    matrices = jnp.where(first[:, None, None, None, None], 0, state.matrices)
+    seen = jnp.concatenate([inputs, mixed.channels[..., None].astype(inputs.dtype)], axis=-1)
+    convolved = (seen * layer["convolution"].T).sum(-1)
+    found, matrices = delta_rule.next_token(
+        recurrent_inputs(arch, layer, convolved, mixed), matrices
+    )
+    return recurrent_output(arch, layer, found, mixed.gate), State(seen[..., 1:], matrices)
+
+
+def prefill(
+    arch: Architecture, layer: Params, x: Float[Array, "tokens hidden"], state: State, chunk: Chunk
+) -> tuple[Float[Array, "tokens values"], State]:
+    """Returns a layer's outputs for a chunk of prompts, and the states after its pieces."""
+    mixed, behind = project_mixed(arch, layer, x), state.inputs.shape[-1]
+    continues = chunk.past > 0
+    before = jnp.where(continues, 0, delta_rule.NONE)
+    old = state.inputs[chunk.slot[0]].T
+    channels = jnp.concatenate([old.astype(mixed.channels.dtype), mixed.channels])
+    ids = jnp.concatenate([jnp.full(behind, before), chunk.piece])
+    convolved = delta_rule.convolve(channels[None], layer["convolution"], ids[None])[0, behind:]
+    inputs = recurrent_inputs(arch, layer, convolved, mixed)
+    found, scanned = delta_rule.scan_chunks(
+        jax.tree.map(lambda part: part[None], inputs),
+        chunk.piece[None],
+        state.matrices[chunk.slot[0]][None],
+        before,
+    )
+
+    def piece(i: Array, state: State) -> State:
+        end = chunk.first[i] + chunk.length[i]
+        last = jax.lax.dynamic_slice_in_dim(channels, end, behind)
+        own = jax.lax.dynamic_slice_in_dim(ids, end, behind) == i
+        after = State(
+            jnp.where(own[:, None], last, 0).T.astype(state.inputs.dtype),
+            delta_rule.state_after(scanned, end - 1),
+        )
+        return jax.tree.map(
+            lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, chunk.slot[i], 0),
+            state,
+            after,
+        )
+
+    state = jax.lax.fori_loop(0, chunk.count, piece, state)
+    return recurrent_output(arch, layer, found[0], mixed.gate), state
