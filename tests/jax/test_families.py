@@ -198,7 +198,11 @@ def test_meshes_compute_the_numbers_of_one_device(name: str, directory_of: Direc
         ),
         ("deepseek_v3-0", {"num_key_value_heads": 2}, "num_key_value_heads = 2 beside 4 heads of latent attention"),
         ("deepseek_v3-0", {"head_dim": 12}, "head_dim = 12 beside qk_rope_head_dim = 4"),
-        ("deepseek_v3-0", {"qk_rope_head_dim": 5}, "heads of 5 features, of which 5 are rotated"),
+        (
+            "deepseek_v3-0",
+            {"qk_rope_head_dim": 5},
+            "heads of 5 features, of which 5 are rotated|even rotary dimension, but got `head_dim`=5",
+        ),
         ("deepseek_v3-0", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("glm4_moe_lite-0", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2"),
         ("dots1-0", {"n_shared_experts": 0}, "a shared expert without features"),
