@@ -338,7 +338,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "qwen2_moe": "experts-tensor",
             "deepseek_v3": "latent-tensor",
             "qwen3_next": "hybrid-tensor",
-            "qwen3_5_text": "hybrid-adapted",
+            "qwen3_5_text": "hybrid-adapters",
         }
     },
     ("torch", "expert"): {

@@ -37,7 +37,7 @@ MESHES = {
     "images-fsdp": ("qwen3_vl", {"fsdp": 2}),
     "hybrid-fsdp": ("hybrid", {"fsdp": 2}),
     "hybrid-tensor": ("hybrid-moe", {"tensor": 2}),
-    "hybrid-adapted": ("hybrid-adapted", {"tensor": 2}),
+    "hybrid-adapters": ("hybrid-adapted", {"tensor": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
@@ -79,6 +79,7 @@ SIGMOID |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_ro
 # Gated delta rule layers among those with attention, alone and before mixtures.
 HYBRID = SIZES | EVEN | DELTA | {"model_type": "qwen3_5_text", "layer_types": [RULE, FULL, RULE], "num_hidden_layers": 3}
 HYBRID_MOE = HYBRID | SHARING | {"model_type": "qwen3_next", "num_experts": 8, "linear_conv_kernel_dim": 3}
+HYBRID_MOE |= {"num_hidden_layers": 2, "layer_types": [RULE, FULL]}
 
 
 @pytest.fixture(scope="module")
