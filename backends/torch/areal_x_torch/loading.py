@@ -91,15 +91,20 @@ def build(directory: Path, head: str) -> PreTrainedModel:
                     if issubclass(kind, PreTrainedModel)
                     else type(kind.from_config(described, trust_remote_code=False))
                 )
-            model, found = architecture.from_pretrained(
-                None,
-                config=described,
-                state_dict=promised,
-                dtype=torch.float32,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are listed below, by name
-                output_loading_info=True,
-            )
+            if promised:
+                model, found = architecture.from_pretrained(
+                    None,
+                    config=described,
+                    state_dict=promised,
+                    dtype=torch.float32,
+                    trust_remote_code=False,
+                    ignore_mismatched_sizes=True,  # they are listed below, by name
+                    output_loading_info=True,
+                )
+            else:  # still on the hub: `from_pretrained` would draw weights, in the host's memory
+                with torch.device("meta"):
+                    model = architecture._from_config(described, dtype=torch.float32)
+                found = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys"), ())
         except Exception as error:  # each configuration and model raises its own type
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"transformers cannot load {directory} as {name}: {reason}") from error
@@ -109,7 +114,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     complaints = _complaints(
         missing - {SCORE}, left_over, [name for name, *_ in found["mismatched_keys"]]
     )
-    if complaints and promised:  # else they are still on the hub
+    if complaints:
         raise UserError(f"the tensors of {directory} do not fit its config ({complaints})")
     _tie_what_is_the_same(model, directory)
     if SCORE in missing:
