@@ -254,7 +254,7 @@ def test_every_causal_model_of_transformers_can_be_trained_with_torch_or_is_refu
         try:
             areal_x_torch.check(TrainerConfig(ModelConfig(str(directory))))
         except UserError as error:
-            found[model_type] = str(error)
+            found[config.model_type] = str(error)  # of the decoder alone
     assert not [words for words in found.values() if "\n" in words]
     wrong = {name: found[name] for name, part in PARTS.items() if name in found and part not in found[name]}
     assert not wrong
