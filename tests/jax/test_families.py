@@ -26,7 +26,7 @@ from areal_x_jax.families import FAMILIES
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params, adapter_targets, layer_leaves
 from areal_x_jax.weights import from_tensors, to_tensors
-from tests.model_families import CASES, FAMILY_MODELS
+from tests.model_families import CASES, FAMILY_MODELS, HYBRIDS
 from tests.models import log_softmax, reference_model, sequences, torch_logits, trajectories, write_config
 from tests.thorough import further
 
@@ -75,7 +75,7 @@ def test_packed_rows_are_each_sequence_alone_in_transformers_and_files_go_round_
     arch = read_architecture(read_config(directory))
     theirs = torch_logits(directory, rows)
     for ours, logits in zip(packed_logprobs(arch, directory, rows), theirs, strict=True):
-        np.testing.assert_allclose(ours, log_softmax(logits), atol=1e-4)
+        np.testing.assert_allclose(ours, log_softmax(logits), rtol=1e-5, atol=1e-4)
     read = dict(read_tensors(directory))
     params = from_tensors(arch, read.items(), str(directory))
     write_model(tmp_path / "written", directory, to_tensors(arch, params))
@@ -152,7 +152,8 @@ def test_adapters_of_every_kernel_are_transformers_with_their_products_added(nam
     adapter = dict(trainer.adapter())
     assert len(adapter) == 2 * sum(len(arch.layers_in(leaves[kernel].stack)) for kernel in targets.values())
     _, logits = with_products(directory, adapter)
-    assert_near(logprobs(trainer), expected_logprobs(logits))
+    # A delta rule's state adds up the rounding of all tokens before.
+    assert_near(logprobs(trainer), expected_logprobs(logits), 5e-4 if name in HYBRIDS else 1e-4)
     trainer.update(learnable(pack(trajectories(*LENGTHS), 32)), ppo_clip)
     assert all(np.abs(x - adapter[tensor]).max() > 0 for tensor, x in trainer.adapter())
 

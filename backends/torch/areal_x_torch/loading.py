@@ -37,6 +37,7 @@ from areal_x_torch.experts import is_experts
 from areal_x_torch.images import VISION_MODELS
 from areal_x_torch.model import (
     ADAPTER,
+    CORRECTION,
     SCORE,
     as_saved,
     from_numpy,
@@ -122,6 +123,10 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     # transformers gives the padding token's embedding no gradient. Here padding never counts, so the
     # token is like any other.
     model.get_input_embeddings().padding_idx = None
+    # What corrects a router's choice has no gradient, and would decay: ERNIE 4.5 has it as a parameter.
+    for name, parameter in model.named_parameters():
+        if name.endswith(CORRECTION):
+            parameter.requires_grad_(False)
     compatibility.prepare(model, directory)
     return model
 
