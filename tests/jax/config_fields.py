@@ -118,7 +118,7 @@ VALUES: dict[str, list[Any]] = {
     "rope_scaling": [{key: x for key, x in rope.items() if key != "rope_theta"} for rope in ROPES],
     "rope_theta": [500.0],
     "rope_local_base_freq": [500.0],
-    "partial_rotary_factor": [0.25],
+    "partial_rotary_factor": [0.25, 0.5],
     "original_max_position_embeddings": [16],
     "attention_bias": [True, False],
     "mlp_bias": [True],

@@ -83,8 +83,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "torch: the entropy has the wrong sign",
-            "                entropy_of_block = -logp.exp().mul_(logp).sum(-1)",
-            "                entropy_of_block = logp.exp().mul_(logp).sum(-1)",
+            "    return picked, total, -logp.exp().mul_(logp).sum(-1)",
+            "    return picked, total, logp.exp().mul_(logp).sum(-1)",
         ),
     ),
     *planted(
