@@ -9,6 +9,8 @@ PROJECTS := . backends/jax backends/torch
 LOCK := .venv-lock
 # Of pytest-xdist. On two cores: while one waits for a server or a process, the others compute.
 WORKERS ?= 3
+# Of the thorough tests: 2/3 is the second of three.
+SHARE ?= 1/1
 # SGLang's wheel is of Python 3.11. Its environment has none of the project's packages.
 SGLANG ?= .venv-sglang
 SGLANG_BASE ?= python3.11
@@ -26,7 +28,7 @@ test: $(VENV)/test.stamp check  ## the suite, against both backends and a real v
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 thorough: $(VENV)/test.stamp  ## what make test leaves out: further models, meshes and values of its tests, and searches at random
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "thorough and not cluster and not sglang and not ascend"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "thorough and not cluster and not sglang and not ascend" --share $(SHARE)
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
 	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadgroup tests

@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(module(item), len(places)))
 
 
-pytest_plugins = ["tests.quick", "tests.garbage"]
+pytest_plugins = ["tests.quick", "tests.thorough", "tests.garbage"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The selection of `make quick` (tests/quick.py)."""
+"""The selection of `make quick` (tests/quick.py), and of a share of `make thorough` (tests/thorough.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import quick
+from tests import quick, thorough
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,3 +67,18 @@ def test_every_long_test_that_is_listed_exists() -> None:
         ):
             missing.append(name)
     assert missing == []
+
+
+def share(which: str) -> list[str]:
+    cases = [Item(f"a.py::one[{number}]") for number in range(100)]
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    thorough.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda _: which, hook=hook), cases)
+    return [case.nodeid for case in cases]
+
+
+def test_shares_are_together_all_cases_each_once() -> None:
+    parts = [share(f"{number}/3") for number in (1, 2, 3)]
+    assert sorted(case for part in parts for case in part) == sorted(share("1/1"))
+    assert all(20 < len(part) < 50 for part in parts)
+    with pytest.raises(pytest.UsageError, match="shares are 1 to 3"):
+        share("4/3")
