@@ -1,7 +1,8 @@
 """Drivers of real servers on the nodes of a cluster: `python -m tests.cluster.elastic NAME MODEL FOLDER` answers requests all
 the while, and prints what happened as JSON.
 
-    scaled      one to three servers on nodes that Ray's autoscaler starts, and one of the nodes is drained
+    scaled      one to three vLLM servers on nodes that Ray's autoscaler starts, and one of the nodes is drained
+    sglang      the same with SGLang servers
     spanning    one server on two nodes, of which the test kills one and adds another when the driver says so
 """
 
@@ -25,12 +26,18 @@ from areal_x.cluster.config import ClusterConfig
 from areal_x.cluster.connection import connected
 from areal_x.cluster.places import RayPlaces, places_on_ray, server_room
 from areal_x.cluster.surroundings import surroundings
+from areal_x.engines.fleet.config import FleetConfig
+from areal_x.engines.fleet.engine import FleetEngine
 from areal_x.engines.fleet.placed import ClusterStarter, Keeper
 from areal_x.engines.fleet.scaling import STEPS
+from areal_x.engines.sglang.config import SGLangConfig
+from areal_x.engines.sglang.engine import SGLangEngine
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.protocols.engine import Request, SamplingParams
+from areal_x.shards.starter import SERVERS_READ
 from tests.cluster.cluster import ROLE
+from tests.engines.sglang.conftest import PYTHON
 from tests.servers import Weights
 
 TOKENS, PROMPTS, ASKING = 96, 6, 12
@@ -41,7 +48,7 @@ class Traffic:
     """Requests without end, the same few prompts, decoded greedily under weights that never change in value: so each prompt's
     completion is known from its first one."""
 
-    def __init__(self, engine: VLLMEngine) -> None:
+    def __init__(self, engine: FleetEngine) -> None:
         self.engine, self.ends = engine, False
         self.counts: Counter[str] = Counter()
         self.known: dict[int, list[int]] = {}
@@ -90,19 +97,33 @@ def nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+# Servers of one core answer no heartbeat while another one starts on it.
+SETTINGS = {"context": 256, "concurrency": 8, "threads": 1, "heartbeat_seconds": 60.0}
+
+
 async def scaled(model: Path, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    # Servers of one core answer no heartbeat while another one starts on it.
-    config = VLLMConfig(least=1, most=3, context=256, concurrency=8, threads=1, heartbeat_seconds=60.0)
+    config = VLLMConfig(least=1, most=3, **SETTINGS)
     with placed(config) as places:
         engine = VLLMEngine(config, model, folder, report, starter=ClusterStarter(places))
-        await engine.start()
-        try:
-            return await up_and_down(engine, model, places)
-        finally:
-            await engine.close()
+        return await serving(engine, model, places)
 
 
-async def up_and_down(engine: VLLMEngine, model: Path, places: RayPlaces) -> dict[str, Any]:
+async def sglang(model: Path, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    config = SGLangConfig(least=1, most=3, python=str(Path(PYTHON).absolute()), **SETTINGS)
+    with placed(config) as places:
+        engine = SGLangEngine(config, model, folder, report, starter=ClusterStarter(places))
+        return await serving(engine, model, places)
+
+
+async def serving(engine: FleetEngine, model: Path, places: RayPlaces) -> dict[str, Any]:
+    await engine.start()
+    try:
+        return await up_and_down(engine, model, places)
+    finally:
+        await engine.close()
+
+
+async def up_and_down(engine: FleetEngine, model: Path, places: RayPlaces) -> dict[str, Any]:
     found: dict[str, Any] = {}
     await engine.swap(await asyncio.to_thread(engine.stage, Weights(model, 1)))
     traffic = Traffic(engine)
@@ -139,7 +160,7 @@ async def up_and_down(engine: VLLMEngine, model: Path, places: RayPlaces) -> dic
 
 
 async def spanning(model: Path, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    config = VLLMConfig(hosts=2, tensor=2, context=256, concurrency=8, threads=1, heartbeat_seconds=60.0)
+    config = VLLMConfig(hosts=2, tensor=2, **SETTINGS)
     with placed(config) as places:
         engine = VLLMEngine(config, model, folder, report, starter=ClusterStarter(places))
         await engine.start()
@@ -162,9 +183,9 @@ async def spanning(model: Path, folder: Path, report: Callable[[str], None]) -> 
 
 
 @contextmanager
-def placed(config: VLLMConfig) -> Iterator[RayPlaces]:
+def placed(config: FleetConfig) -> Iterator[RayPlaces]:
     room = server_room(ClusterConfig(server_cpus=2, servers_on=ROLE), width=1)
-    with places_on_ray(room, config.hosts, Keeper, surroundings(None, ["VLLM_"]), joins=config.most > 0) as places:
+    with places_on_ray(room, config.hosts, Keeper, surroundings(None, SERVERS_READ), joins=config.most > 0) as places:
         yield places
 
 
@@ -176,7 +197,7 @@ def main(name: str, model: Path, folder: Path) -> None:
         print(line, file=sys.stderr, flush=True)
 
     with connected(cpus=1):
-        found = asyncio.run({"scaled": scaled, "spanning": spanning}[name](model, folder, report))
+        found = asyncio.run({"scaled": scaled, "sglang": sglang, "spanning": spanning}[name](model, folder, report))
         print(json.dumps(found | {"lines": lines}), flush=True)
 
 

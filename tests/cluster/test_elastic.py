@@ -48,9 +48,12 @@ def found_by(name: str, model: Path, folder: Path, environment: dict[str, str], 
     return found
 
 
-def test_no_request_is_lost_while_servers_and_their_nodes_come_and_go(tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("servers", ["scaled", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_no_request_is_lost_while_servers_and_their_nodes_come_and_go(
+    servers: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     with autoscaling_cluster(most=4) as environment:
-        found = found_by("scaled", tiny_model_dir, tmp_path, environment, lambda line: None)
+        found = found_by(servers, tiny_model_dir, tmp_path, environment, lambda line: None)
     assert found["nodes of three"] >= 4, "a node for each server, and the head"
     lines = "\n".join(found["lines"])
     assert "is lost" not in lines
