@@ -153,7 +153,7 @@ def test_adapters_of_every_kernel_are_transformers_with_their_products_added(nam
     assert len(adapter) == 2 * sum(len(arch.layers_in(leaves[kernel].stack)) for kernel in targets.values())
     _, logits = with_products(directory, adapter)
     # A delta rule's state adds up the rounding of all tokens before.
-    assert_near(logprobs(trainer), expected_logprobs(logits), 5e-4 if name in HYBRIDS else 1e-4)
+    assert_near(logprobs(trainer), expected_logprobs(logits), 2e-3 if name in HYBRIDS else 1e-4)
     trainer.update(learnable(pack(trajectories(*LENGTHS), 32)), ppo_clip)
     assert all(np.abs(x - adapter[tensor]).max() > 0 for tensor, x in trainer.adapter())
 
