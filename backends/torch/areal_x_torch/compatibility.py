@@ -59,9 +59,10 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
     transformers.
     """
     kind = f"{directory} is a {type(model).__name__}{with_parts(model.config.to_dict())}"
+    has_delta_rule = delta_rule.install(model)
     # transformers marks none of the models with such layers, whose other layers let attention be
     # replaced all the same: the dummy shows it.
-    if not (model._supports_attention_backend or delta_rule.install(model)):
+    if not (model._supports_attention_backend or has_delta_rule):
         raise UserError(
             f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama"
             " or Mistral model"
