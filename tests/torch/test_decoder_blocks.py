@@ -19,6 +19,7 @@ from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerCon
 from areal_x_torch import attention, decoder_blocks, loading
 from areal_x_torch import trainer as trainer_module
 from areal_x_torch.sharding import make_mesh, shard_model
+from tests.model_families import CASES
 from tests.models import MODELS, trajectories, write_config
 from tests.thorough import thorough
 
@@ -91,6 +92,12 @@ def test_auto_takes_the_first_that_fits_into_three_fifths_of_what_is_left(qwen3)
     compiled = replace(config, compile=True)  # which recomputes what is elementwise
     for room, wanted in ((20, "nothing"), (19, "attention")):
         assert decoder_blocks.choose(compiled, torch.bfloat16, products, room * products * 2, kept, 10) == wanted
+
+
+def test_what_latent_attention_keeps_has_the_widths_of_its_heads(tmp_path):
+    """In bf16, of both layers: queries and keys of 12 features, values and what attention gives of 6; the input in fp32."""
+    built = loading.build(write_config(CASES["deepseek_v3-0"] | {"num_hidden_layers": 2}, tmp_path / "model"), "policy")
+    assert decoder_blocks.attention_bytes(built, torch.bfloat16) == 2 * (2 * 4 * (12 + 6) * 2 + 32 * 4)
 
 
 @thorough

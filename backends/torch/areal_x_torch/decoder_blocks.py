@@ -114,9 +114,11 @@ def attention_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     values, what attention gives, and each block's input."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = values = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    of_attention = (2 * heads + 2 * kv_heads) * width * dtype.itemsize
+    if getattr(config, "kv_lora_rank", None):  # latent attention: head_dim is that of rotations
+        keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    of_attention = (heads + kv_heads) * (keys + values) * dtype.itemsize
     input_size = next(model.parameters()).element_size()  # an embedding's, which starts the stream
     return len(blocks_of(model)) * (of_attention + config.hidden_size * input_size)
 
