@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from areal_x.errors import ConfigError
@@ -119,7 +120,8 @@ def bytes_per_trained_parameter(trainer: TrainerConfig, item: int) -> float:
 
 def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
     """Activations of one micro-batch that are kept for the backward pass: each layer's input and
-    the outputs of its kernels, or with remat = "layers" all inputs and one layer's outputs."""
+    the outputs of its kernels; with remat = "layers" all inputs and one layer's outputs, and with
+    "attention" also what every layer's attention reads and gives."""
     trainer = settings.trainer
     tokens = trainer.micro_batch_rows * settings.row_length / trainer.mesh.context
     hidden, layers, inner = (
@@ -130,7 +132,10 @@ def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -
     heads = config["num_attention_heads"]
     query = heads * (sum(latent_widths(config)) or config.get("head_dim") or hidden // heads)
     outputs = 2 * hidden + query + cached_features(config) + 2 * inner
-    kept = hidden * layers + outputs if trainer.remat == "layers" else layers * (hidden + outputs)
+    of_each = {"layers": hidden, "attention": hidden + 2 * query + cached_features(config)}
+    # With "products" as with "auto" no layer's are left out.
+    beside = outputs if trainer.remat in of_each else 0
+    kept = layers * of_each.get(trainer.remat, hidden + outputs) + beside
     return float(tokens * kept * item)
 
 
@@ -169,10 +174,15 @@ def latent_widths(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
-    per_token = config["num_hidden_layers"] * cached_features(config) * item
-    return float(
-        settings.embedded.slots * (settings.embedded.context or settings.row_length) * per_token
-    )
+    """Keys and values of all slots, and the states in fp32 of gated delta rule layers, which have
+    none."""
+    layers = config["num_hidden_layers"]
+    recurrent = [*(config.get("layer_types") or ())][:layers].count("linear_attention")
+    widths = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    of_states = 4 * recurrent * prod(config.get(width, 0) for width in widths)
+    context = settings.embedded.context or settings.row_length
+    of_tokens = context * (layers - recurrent) * cached_features(config) * item
+    return float(settings.embedded.slots * (of_tokens + of_states))
 
 
 def gpu_share(arguments: tuple[str, ...], engine: str) -> float:

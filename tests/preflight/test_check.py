@@ -474,6 +474,22 @@ def test_latent_attention_is_cached_as_all_heads_have_it(experiment: Experiment)
     assert memory.estimate(run, latent, GPU).engine == 2e9 + 3 * 1024 * 28 * 12 * (128 + 64 + 96) * 2
 
 
+def test_a_delta_rule_has_a_state_for_each_slot_in_place_of_keys_and_values(experiment: Experiment) -> None:
+    run = replace(experiment, embedded=EmbeddedConfig(slots=3), row_length=1024)
+    plain = qwen(10**9)
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 7
+    rule = {"linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 96}
+    hybrid = SimpleNamespace(parameters=10**9, config={**plain.config, **rule, "layer_types": kinds})
+    assert memory.estimate(run, hybrid, GPU).engine == 2e9 + 3 * (1024 * 7 * 2 * (2 * 128) * 2 + 21 * 32 * 128 * 96 * 4)
+
+
+@pytest.mark.parametrize(("remat", "of_each_layer"), [("layers", 1536), ("attention", 1536 + 2 * 12 * 128 + 2 * 2 * 128)])
+def test_what_is_recomputed_is_kept_of_one_layer_alone(remat: str, of_each_layer: int, experiment: Experiment) -> None:
+    run = with_trainer(replace(experiment, engine="none", row_length=1024), remat=remat)
+    one = 2 * 1536 + (12 + 2 * 2) * 128 + 2 * 8960
+    assert memory.estimate(run, qwen(10**9), GPU).activations == 4 * 1024 * (28 * of_each_layer + one) * 2
+
+
 @pytest.mark.parametrize(
     "parameters, changes, binding",
     [
