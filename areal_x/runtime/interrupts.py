@@ -39,7 +39,7 @@ class _SignalHandler:
     def __init__(self, at_once: bool) -> None:
         self._at_once = at_once
         self._signalled_at: float | None = None  # time.monotonic()
-        self._raised = False
+        self.raised = False
         self.failure: Exception | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -56,6 +56,10 @@ class _SignalHandler:
     def request_stop(self) -> None:
         self._signalled_at = time.monotonic()
 
+    @property
+    def signalled(self) -> bool:
+        return self._signalled_at is not None
+
     def check(self, since_seconds: float = 0.0) -> None:
         """Raises KeyboardInterrupt, or the failure of `fail`, once."""
         self.raise_if_interrupted(since_seconds)
@@ -65,10 +69,10 @@ class _SignalHandler:
 
     def raise_if_interrupted(self, since_seconds: float = 0.0) -> None:
         """Raises once only, so that closing is not interrupted again."""
-        if self._signalled_at is None or self._raised:
+        if self._signalled_at is None or self.raised:
             return
         if time.monotonic() - self._signalled_at >= since_seconds:
-            self._raised = True
+            self.raised = True
             raise KeyboardInterrupt
 
 
@@ -131,10 +135,11 @@ def deferred_interrupts(at_once: bool = False) -> Iterator[Callable[[], None]]:
     try:
         yield handler.check
     except Exception as error:
-        try:
-            handler.raise_if_interrupted()
-        except KeyboardInterrupt as stopped:
-            raise stopped from error
+        # Also one that took the place of an interrupt, as closing raised it: a run that then took
+        # it for the loss of its processes would go on.
+        if handler.signalled:
+            handler.raised = True
+            raise KeyboardInterrupt from error
         raise
     finally:
         for number in ours:

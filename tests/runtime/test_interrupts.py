@@ -132,6 +132,21 @@ def test_an_interrupt_takes_the_place_of_what_it_may_have_caused():
         failing(interrupted=False)
 
 
+def test_an_error_of_closing_does_not_take_the_place_of_an_interrupt():
+    """As of the calls of a gang that the same end of a job has taken."""
+
+    def closing():
+        try:
+            interrupted_in_a_callback()
+            raise_if_interrupted()
+        finally:
+            raise ConnectionError("a process is gone")
+
+    with pytest.raises(KeyboardInterrupt) as raised, deferred_interrupts(), deferred_interrupts():
+        closing()
+    assert isinstance(raised.value.__cause__, ConnectionError)
+
+
 def test_signals_of_one_moment_are_one_and_a_later_one_interrupts_where_it_comes(monkeypatch):
     reached = []
 
