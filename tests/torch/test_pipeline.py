@@ -114,32 +114,48 @@ def test_chunks_are_as_equal_as_possible_and_the_longer_ones_first() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_one_after_another_compute_what_the_whole_model_does(
-    family: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever a family does before its layers, between them and after them, bit for bit."""
-    directory = write_config(CASES[family], tmp_path)
-    device, positions = torch.device("cpu"), torch.cat([torch.arange(n) for n in LENGTHS])
+def test_stages_one_after_another_compute_what_the_whole_model_does_and_its_gradient(family: str, tmp_path: Any) -> None:
+    """Whatever a family does before its layers, between them and after them."""
+    directory, device = write_config(CASES[family], tmp_path), torch.device("cpu")
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
     row = model.PackedRow(positions * 5 % 37 + 1, positions, Segments.of(LENGTHS, sdpa, device))
-    with torch.no_grad():
-        whole = model.decoder_states(loading.frozen(directory, device, torch.float32), row)
-        chunks = 2 if CASES[family]["num_hidden_layers"] >= 4 else 1
-        parts = []
-        for rank in range(2):
-            part = loading.build(directory, "policy")
-            group: Any = None
-            mesh = MeshConfig(stage=2, stage_chunks=chunks, processes=2)
-            parts.append(Pipeline.divide(part, Stages(group, group, rank, 2), mesh))
-            loading.materialize(part, device)
-            loading.fill(part, directory)
-        states = None
-        for number in range(2 * chunks):
-            pipeline = parts[number % 2]
-            with pipeline.computing(pipeline.chunk(number), states):
-                states = model.decoder_states(pipeline.model, row)
-            assert torch.equal(states, whole) == (number == 2 * chunks - 1)
-    sizes = [sum(x.numel() for x in pipeline.model.parameters()) for pipeline in parts]
-    assert sum(sizes) <= sum(x.numel() for x in loading.build(directory, "policy").parameters()) * 1.5
+    whole = loading.build(directory, "policy")
+    chunks = 2 if whole.config.num_hidden_layers >= 4 else 1
+    parts = []
+    for rank in range(2):
+        part = loading.build(directory, "policy")
+        group: Any = None
+        mesh = MeshConfig(stage=2, stage_chunks=chunks, processes=2)
+        parts.append(Pipeline.divide(part, Stages(group, group, rank, 2), mesh))
+    for net in (whole, *(pipeline.model for pipeline in parts)):
+        loading.materialize(net, device)
+        loading.fill(net, directory)
+
+    expected = model.decoder_states(whole, row)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    expected.backward(upstream)
+
+    states, computed = None, []
+    for number in range(2 * chunks):
+        pipeline = parts[number % 2]
+        received = None if states is None else states.detach().requires_grad_()
+        with pipeline.computing(pipeline.chunk(number), received):
+            states = model.decoder_states(pipeline.model, row)
+        computed.append((received, states))
+    assert torch.equal(states, expected)
+    for received, states in reversed(computed):
+        states.backward(upstream)
+        upstream = None if received is None else received.grad
+
+    of_parts: dict[str, Any] = {}
+    for pipeline in parts:
+        of_parts |= {name: x.grad for name, x in pipeline.model.named_parameters() if x.grad is not None}
+    for name, x in whole.named_parameters():
+        assert (name in of_parts) == (x.grad is not None), name
+        if x.grad is not None:
+            torch.testing.assert_close(of_parts[name], x.grad, msg=lambda text, name=name: f"{name}: {text}")
+    own = [{name for name, _ in pipeline.model.named_parameters()} for pipeline in parts]
+    assert own[0] & own[1] <= {name for name, x in whole.named_parameters() if x is whole.get_input_embeddings().weight}
 
 
 def test_a_decoder_with_other_parts_is_refused() -> None:
