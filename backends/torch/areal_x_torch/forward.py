@@ -218,7 +218,8 @@ class Forward:
         scope: Callable[[], AbstractContextManager[None]],
     ) -> Tensor:
         with self._autocast(), scope():
-            return model.decoder_states(net, row)
+            states = model.decoder_states(net, row)
+        return states.clone()  # fully_shard has hooks on what is returned, which a view may lose
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from jaxtyping import Float32
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-States = Float32[Tensor, "tokens features"]
+States: TypeAlias = Float32[Tensor, "tokens features"]
 """Of a micro-batch's tokens, between two layers."""
 
 
