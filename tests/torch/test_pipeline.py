@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
+from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, TrainerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.attention import Segments, sdpa
 from areal_x_torch.pipeline import Pipeline, Stages, chunks_of, names_of
@@ -181,3 +181,12 @@ def test_what_cannot_be_divided_is_refused_by_check(name: str, mesh: dict[str, i
     directory = write_random(name, tmp_path)
     with pytest.raises(UserError, match=wanted):
         check(TrainerConfig(ModelConfig(str(directory)), mesh=MeshConfig(**{"processes": mesh.get("stage", 1), **mesh})))
+
+
+def test_a_stage_without_any_adapter_is_refused(tmp_path: Any) -> None:
+    directory = write_config(CASES["qwen3_next-2"], tmp_path)  # whose layers 1 and 2 have no queries
+    of_queries = LoRAConfig(rank=2, targets=("q_proj",))
+    mesh = MeshConfig(stage=4, processes=4)
+    with pytest.raises(ConfigError, match=r"lora\.targets .* every stage has an adapter, as the layers 1 of mesh\.stage = 4"):
+        check(TrainerConfig(ModelConfig(str(directory)), mesh=mesh, lora=of_queries))
+    check(TrainerConfig(ModelConfig(str(directory)), mesh=MeshConfig(stage=2, processes=2), lora=of_queries))

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float32, Int64
 from numpy import ndarray
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -34,7 +34,7 @@ from areal_x_torch.flat_rows import (
 )
 from areal_x_torch.images import row_images
 from areal_x_torch.pipeline import Chunk, Pipeline
-from areal_x_torch.pipeline_schedule import States
+from areal_x_torch.pipeline_schedule import Run, States
 from areal_x_torch.sharding import ModelWithHead
 
 
@@ -143,6 +143,49 @@ class Forward:
             )
             found.append(self.module(body, None).float())
         return torch.cat(found)
+
+    def in_stages(
+        self,
+        passes: Sequence[Sequence[FlatRow]],
+        compute: Callable[[int, int, States | None], Tensor | None],
+        learns: bool,
+    ) -> None:
+        """Runs micro-batches through a pipeline, together with its other processes. passes: of each
+        micro-batch. compute: see `pipeline_schedule.Run`."""
+        assert self.pipeline is not None
+        Run(
+            group=self.pipeline.stages.group,
+            chunks_each=self.config.mesh.stage_chunks,
+            tokens=[self.tokens(of_one) for of_one in passes],
+            features=self.pipeline.features,
+            device=self.device,
+            compute=compute,
+            learns=learns,
+        )()
+
+    def outputs_of_stages(
+        self,
+        packed: Batch,
+        wanted: Bool[ndarray, "rows length"],
+        passes: Sequence[FlatRow],
+        output: str,
+    ) -> Float32[Tensor, "rows length"]:
+        """Returns an output of the head for the wanted tokens of packed rows, 0 elsewhere, on all stages
+        of a pipeline. output: a name in Policy."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        outputs = torch.zeros(packed.shape, device=self.device)
+
+        def compute(index: int, number: int, received: States | None) -> Tensor | None:
+            chunk, own = pipeline.chunk(number), passes[index : index + 1]
+            if not chunk.is_last:
+                return self.states(packed, own, chunk, received)
+            policy = self.policy(packed, wanted, own, last=(chunk, received))
+            outputs.add_(getattr(policy, output))
+            return None
+
+        self.in_stages([[flat] for flat in passes], compute, learns=False)
+        return pipeline.stages.from_last(outputs)
 
     def tokens(self, passes: Sequence[FlatRow]) -> int:
         """Returns the number of this process's tokens in these passes."""

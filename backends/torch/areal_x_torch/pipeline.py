@@ -35,9 +35,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import ConfigError
 from areal_x.hf.adapters import PEFT_PREFIX
-from areal_x.protocols.trainer_config import MeshConfig
+from areal_x.protocols.trainer_config import MeshConfig, TrainerConfig
 from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dtensors import ShardedView, gather_each, local
+from areal_x_torch.experts import IN_LAYER
+from areal_x_torch.lora import adaptable
 from areal_x_torch.model import decoder, head_layer, named_tensors
 from areal_x_torch.pipeline_schedule import States
 
@@ -60,6 +62,24 @@ def check_stages(model: PreTrainedConfig, mesh: MeshConfig, offload: bool) -> No
     if offload:
         wanted = "False with mesh.stage: the parameters of a stage stay on its device"
         raise ConfigError("trainer.offload", True, wanted)
+
+
+def check_adapters(model: PreTrainedModel, config: TrainerConfig) -> None:
+    """Raises: ConfigError for adapters of a whole model that some stage would have none of."""
+    mesh, targets = config.mesh, config.lora.targets
+    if mesh.stage == 1 or not config.lora.rank:
+        return
+    names = [name for name in adaptable(model) if name.rpartition(".")[2] in targets]
+    adapted = {int(found[1]) for name in names if (found := IN_LAYER.search(name))}
+    chunks = chunks_of(model.config.num_hidden_layers, mesh.stage, mesh.stage_chunks)
+    for stage in range(mesh.stage):
+        layers = [layer for chunk in chunks[stage :: mesh.stage] for layer in chunk.layers]
+        if not adapted.intersection(layers):
+            wanted = (
+                f"such that every stage has an adapter, as the layers {', '.join(map(str, layers))}"
+                f" of mesh.stage = {mesh.stage} have none"
+            )
+            raise ConfigError("lora.targets", targets, wanted)
 
 
 class Names(NamedTuple):

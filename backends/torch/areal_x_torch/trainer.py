@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32
+from jaxtyping import Float32
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -55,8 +55,8 @@ from areal_x_torch.dtensors import ShardedView, gather_each, local
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 from areal_x_torch.forward import Forward
 from areal_x_torch.images import check_images, check_sharing
-from areal_x_torch.pipeline import AddedLoss, Chunk, Pipeline, Stages
-from areal_x_torch.pipeline_schedule import Run, States
+from areal_x_torch.pipeline import AddedLoss, Chunk, Pipeline, Stages, check_adapters
+from areal_x_torch.pipeline_schedule import States
 from areal_x_torch.sharding import (
     check_model,
     make_mesh,
@@ -129,6 +129,7 @@ class Trainer(HuggingFaceTrainer):
                 config.teacher,
                 "a vision-language model exactly if the student is one",
             )
+        check_adapters(self.model, config)
         if config.lora.rank:
             lora.add_adapters(self.model, config.lora, config.seed)
         self.routers = experts.hook_routers(self.model, config, self.directory)
@@ -318,30 +319,12 @@ class Trainer(HuggingFaceTrainer):
                 states = AddedLoss.apply(states, self._balance(tally, whole, index, sums))
             return states
 
-        self._run(pipeline, passes, compute, learns=True)
+        self.forward.in_stages(passes, compute, learns=True)
         # Each stage has the metrics of its own layers, the last one those of the loss too.
         of_stages = pipeline.stages.all_of((list(sums), list(largest)))
         for found, which in ((sums, 0), (largest, 1)):
             for name in dict.fromkeys(name for of in reversed(of_stages) for name in of[which]):
                 found[name] = found.pop(name, torch.zeros((), device=self.device))
-
-    def _run(
-        self,
-        pipeline: Pipeline,
-        passes: Sequence[Sequence[FlatRow]],
-        compute: Callable[[int, int, States | None], Tensor | None],
-        learns: bool,
-    ) -> None:
-        """Runs a pipeline on micro-batches, with all others of its processes. passes: of each."""
-        Run(
-            group=pipeline.stages.group,
-            chunks_each=self.config.mesh.stage_chunks,
-            tokens=[self.forward.tokens(of_one) for of_one in passes],
-            features=pipeline.features,
-            device=self.device,
-            compute=compute,
-            learns=learns,
-        )()
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
         kept = [logp for logp in self._step_logp if logp is not None]
@@ -557,34 +540,12 @@ class Trainer(HuggingFaceTrainer):
             packed = blank_row(packed)
         wanted, flat_rows = packed.segment_ids != 0, self.forward.passes(packed, passes)
         if self.pipeline is not None:
-            return self._tokens_in_stages(self.pipeline, packed, wanted, flat_rows, output)[:count]
+            return self.forward.outputs_of_stages(packed, wanted, flat_rows, output)[:count]
         policy = self.forward.policy(packed, wanted, flat_rows)
         outputs: Tensor | None = getattr(policy, output)
         if outputs is None:
             return torch.zeros(rows.shape, device=self.device)
         return outputs[:count]
-
-    def _tokens_in_stages(
-        self,
-        pipeline: Pipeline,
-        packed: Batch,
-        wanted: Bool[np.ndarray, "rows length"],
-        passes: Sequence[FlatRow],
-        output: str,
-    ) -> Float32[Tensor, "rows length"]:
-        """Returns the head's output for wanted tokens, on all stages."""
-        outputs = torch.zeros(packed.shape, device=self.device)
-
-        def compute(index: int, number: int, received: States | None) -> Tensor | None:
-            chunk, own = pipeline.chunk(number), passes[index : index + 1]
-            if not chunk.is_last:
-                return self.forward.states(packed, own, chunk, received)
-            policy = self.forward.policy(packed, wanted, own, last=(chunk, received))
-            outputs.add_(getattr(policy, output))
-            return None
-
-        self._run(pipeline, [[flat] for flat in passes], compute, learns=False)
-        return pipeline.stages.from_last(outputs)
 
     def _clip(self) -> float:
         """Scales the gradient down to `optimizer.clip_norm` and returns its global norm before."""
