@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 ROWS, LENGTH, AT_ONCE = 16, 128, (1, 2, 4, 16)
-MICRO_BATCHES = 2, 4, 8, 32
+MICRO_BATCHES = 2, 4, 16
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 16, "vocab_size": 64, "head_dim": 32}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": LENGTH, "tie_word_embeddings": True}
 
