@@ -53,9 +53,12 @@ def test_every_micro_batch_goes_through_every_chunk_once_and_back(shape: tuple[i
 
 class Exchange:
     """Processes that do their actions in order. What two of them exchange is one queue, as NCCL's is: each transfer is made
-    when both have begun it, and both must begin them in one order. Those who compute wait for what they need."""
+    when both have begun it, and both must begin them in one order. Those who compute wait for what they need. sends_wait: a
+    sender does nothing else until its receiver has begun."""
 
-    def __init__(self, orders: tuple[tuple[Action, ...], ...], chunks: int) -> None:
+    def __init__(self, orders: tuple[tuple[Action, ...], ...], chunks: int, sends_wait: bool) -> None:
+        self.sends_wait = sends_wait
+        self.sending: dict[int, tuple[str, int, int]] = {}
         self.left = [deque(actions) for actions in orders]
         self.last = len(orders) * chunks - 1
         self.begun: dict[tuple[int, int], list[deque[Any]]] = {}  # of a pair, what only one of them has begun
@@ -63,6 +66,9 @@ class Exchange:
 
     def advance(self, process: int) -> bool:
         """Does the next action of a process, if it can."""
+        if (what := self.sending.pop(process, None)) is not None and what not in self.arrived:
+            self.sending[process] = what
+            return False
         kind, chunk, number = self.left[process][0]
         if kind in ("F", "B"):
             if chunk != (0 if kind == "F" else self.last) and (kind, chunk, number) not in self.arrived:
@@ -77,16 +83,19 @@ class Exchange:
                 self.arrived.add(what)
             else:
                 ours.append(what)
+                if self.sends_wait and kind.startswith("SEND"):
+                    self.sending[process] = what
         self.left[process].popleft()
         return True
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("learns", [True, False])
-def test_no_process_waits_for_another_for_ever(shape: tuple[int, int], learns: bool) -> None:
+@pytest.mark.parametrize("sends_wait", [True, False])
+def test_no_process_waits_for_another_for_ever(shape: tuple[int, int], learns: bool, sends_wait: bool) -> None:
     processes, chunks = shape
     for count in COUNTS:
-        exchange = Exchange(order(processes, chunks, count, learns), chunks)
+        exchange = Exchange(order(processes, chunks, count, learns), chunks, sends_wait)
         while any(exchange.left):
             moved = [exchange.advance(process) for process in range(processes) if exchange.left[process]]
             assert any(moved), [list(actions)[:1] for actions in exchange.left]

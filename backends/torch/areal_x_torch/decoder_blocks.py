@@ -120,7 +120,9 @@ def attention_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     if getattr(config, "kv_lora_rank", None):  # latent attention: head_dim is that of rotations
         keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     of_attention = (heads + kv_heads) * (keys + values) * dtype.itemsize
-    input_size = next(model.parameters()).element_size()  # an embedding's, which starts the stream
+    # An embedding starts the stream. Between stages it is in fp32.
+    embedding = model.get_input_embeddings().weight
+    input_size = 4 if embedding is None else embedding.element_size()
     return len(blocks_of(model)) * (of_attention + config.hidden_size * input_size)
 
 

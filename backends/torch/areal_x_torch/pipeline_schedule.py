@@ -158,8 +158,8 @@ class Run:
                 work = dist.isend(states, group=self.group, group_dst=target)
                 assert work is not None
                 sent.append((work, states))
-                while sent[0][0].is_completed() and len(sent) > 1:
-                    sent.popleft()
+                while sent and (sent[0][0].is_completed() or len(sent) > 2 * self.chunks_each):
+                    sent.popleft()[0].wait()
             elif kind == "F":
                 received = arrived(*key) if chunk else None
                 if received is not None and self.learns:
