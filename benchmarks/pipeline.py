@@ -6,10 +6,11 @@ Claim: s stages of c chunks each (mesh.stage, mesh.stage_chunks) lose (s - 1) / 
 is with JAX the rows that a device computes at once (trainer.micro_batch_rows), and with torch the micro-batches of a step.
 
 The work: updates of a random Qwen3 of 12M parameters, almost all in its 16 layers, on one batch of full rows. r takes its
-values in turns; the time of the largest is the measure of what is not lost. JAX's devices are virtual and share the CPU's
-cores, so the time of a step is the work of all stages, also of those that have no rows. torch's are processes of one thread
-each, which need a core each: the share is counted too, from the order in which they compute, if a backward pass takes twice
-the time of a forward one.
+values in turns. JAX's devices are virtual and share the CPU's cores, so the time of a step is the work of all stages, also of
+those that have no rows; the time of the largest r is the measure of what is not lost. torch's stages are processes, more than
+there are cores: each measures the processor time of each chunk's forward and backward passes, and what is lost follows from
+these and the order in which they are computed, as if each stage had a device and sending took no time. It is also counted for
+backward passes that take twice the time of forward ones.
 """
 
 from __future__ import annotations
@@ -22,23 +23,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 ROWS, LENGTH, AT_ONCE = 16, 128, (1, 2, 4, 16)
-MICRO_BATCHES = 2, 4, 16
+MICRO_BATCHES = 2, 4, 8
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 16, "vocab_size": 64, "head_dim": 32}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": LENGTH, "tie_word_embeddings": True}
 
 
-def waiting(stages: int, chunks: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0) -> float:
-    """The share of a step that torch's stages wait, if nothing but computing takes time. forward, backward: of a micro-batch
-    through all chunks of a stage."""
+Took = Callable[[str, int, int], float]
+"""Seconds of a forward ("F") or backward ("B") pass of a micro-batch through a chunk."""
+
+
+def twice_as_long_back(kind: str, *_: int) -> float:
+    return {"F": 1.0, "B": 2.0}[kind]
+
+
+def waiting(stages: int, chunks: int, micro_batches: int, took: Took = twice_as_long_back) -> float:
+    """The share of a step that torch's stages wait on average, if nothing but computing takes time."""
     from areal_x_torch.pipeline_schedule import order
 
     left = [[a for a in actions if a.kind in "FB"][::-1] for actions in order(stages, chunks, micro_batches)]
+    busy = sum(took(*action) for actions in left for action in actions)
     last, clock, ends = stages * chunks - 1, [0.0] * stages, dict[tuple[str, int, int], float]()
     while any(left):
         for stage, actions in enumerate(left):
@@ -47,10 +57,9 @@ def waiting(stages: int, chunks: int, micro_batches: int, forward: float = 1.0, 
                 before = (kind, chunk - 1, number) if kind == "F" else (kind, chunk + 1, number)
                 if chunk != (0 if kind == "F" else last) and before not in ends:
                     break
-                took = (forward if kind == "F" else backward) / chunks
-                clock[stage] = max(clock[stage], ends.get(before, 0.0)) + took
+                clock[stage] = max(clock[stage], ends.get(before, 0.0)) + took(kind, chunk, number)
                 ends[actions.pop()] = clock[stage]
-    return 1 - micro_batches * (forward + backward) / max(clock)
+    return 1 - busy / (stages * max(clock))
 
 
 def batch_of(rows: int) -> Any:
@@ -70,28 +79,48 @@ def batch_of(rows: int) -> Any:
     return batch.replace(weights=np.asarray(batch.mask, np.float32) / batch.mask.sum())
 
 
-def torch_times(directory: Path, stages: int, chunks: int, rounds: int) -> dict[int, float]:
-    """Seconds of a micro-batch by their number, in one of as many processes as stages."""
+def torch_times(directory: Path, stages: int, chunks: int, rounds: int) -> dict[int, dict[str, float]]:
+    """Processor seconds of one stage's passes, "kind chunk number", by the number of micro-batches; in one of as many
+    processes as stages."""
     import torch
 
     from areal_x.algorithms import losses
     from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
-    from areal_x_torch import join
+    from areal_x_torch import forward, join
+    from areal_x_torch.pipeline_schedule import Run, order
     from areal_x_torch.trainer import Trainer
 
     torch.set_num_threads(1)
     join(stages)
+    measured: list[tuple[str, float]] = []
+
+    def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.process_time()
+            found = function(*arguments)
+            measured.append((kind, time.process_time() - began))
+            return found
+
+        return call
+
+    forward.Run = lambda **how: Run(**how | {"compute": timed("F", how["compute"])})  # type: ignore[misc, assignment]
+    torch.autograd.backward = timed("B", torch.autograd.backward)
     mesh = MeshConfig(stage=stages, stage_chunks=chunks, processes=stages)
     trainer = Trainer(TrainerConfig(ModelConfig(str(directory)), OptimizerConfig(), mesh, micro_batch_rows=1))
-    took: dict[int, list[float]] = {count: [] for count in MICRO_BATCHES}
+    took: dict[int, list[list[float]]] = {count: [] for count in MICRO_BATCHES}
+    actions = {count: order(stages, chunks, count)[int(os.environ["RANK"])] for count in MICRO_BATCHES}
+    computed = {count: [a for a in of if a.kind in "FB"] for count, of in actions.items()}
     for number in range(rounds + 1):
         for count in MICRO_BATCHES:
-            batch = batch_of(count)
-            began = time.perf_counter()
-            trainer.update(batch, losses.sft)
+            measured.clear()
+            trainer.update(batch_of(count), losses.sft)
+            assert [kind for kind, _ in measured] == [a.kind for a in computed[count]]
             if number:
-                took[count].append((time.perf_counter() - began) / count)
-    return {count: median(of) for count, of in took.items()}
+                took[count].append([seconds for _, seconds in measured])
+    return {
+        count: {" ".join(map(str, a)): median(of) for a, of in zip(computed[count], zip(*rows, strict=True), strict=True)}
+        for count, rows in took.items()
+    }
 
 
 def times(directory: Path, stages: int, rounds: int) -> dict[int, float]:
@@ -119,7 +148,7 @@ def times(directory: Path, stages: int, rounds: int) -> dict[int, float]:
     return {rows: median(of) for rows, of in took.items()}
 
 
-def read(said: str) -> dict[int, float]:
+def read(said: str) -> dict[int, Any]:
     return {int(rows): seconds for rows, seconds in json.loads(said.splitlines()[-1]).items()}
 
 
@@ -132,16 +161,15 @@ def report_torch(command: list[str], stages: int, chunks: int) -> None:
         subprocess.Popen(command, env=os.environ | group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(stages)
     ]
-    said = [process.communicate()[0] for process in made]
-    took = read(said[0])
-    most = max(took)
-    whole = took[most] * (1 - waiting(stages, chunks, most))
-    for count, seconds in took.items():
-        by_formula = (stages - 1) / (count * chunks + stages - 1)
-        shares = (
-            f"{1 - whole / seconds:.1%} lost, counted {waiting(stages, chunks, count):.1%}, by the formula {by_formula:.1%}"
-        )
-        print(f"torch, {stages} stages of {chunks}, {count} micro-batches: {seconds:.3f} s a micro-batch, {shares}", flush=True)
+    took: dict[int, dict[str, float]] = {count: {} for count in MICRO_BATCHES}
+    for process in made:
+        for count, seconds in read(process.communicate()[0]).items():
+            took[count] |= seconds
+    for count, of_count in took.items():
+        measured = waiting(stages, chunks, count, lambda *action, of=of_count: of[" ".join(map(str, action))])
+        counted, by_formula = waiting(stages, chunks, count), (stages - 1) / (count * chunks + stages - 1)
+        shares = f"{measured:.1%} lost, counted {counted:.1%}, by the formula {by_formula:.1%}"
+        print(f"torch, {stages} stages of {chunks}, {count} micro-batches: {shares}", flush=True)
 
 
 def main() -> None:
@@ -155,7 +183,7 @@ def main() -> None:
     if options.within:
         directory, stages, chunks = options.within
         if options.backend == ["torch"]:
-            took = torch_times(Path(directory), int(stages), int(chunks), options.rounds)
+            took: Any = torch_times(Path(directory), int(stages), int(chunks), options.rounds)
         else:
             took = times(Path(directory), int(stages), options.rounds)
         print(json.dumps(took))
