@@ -296,6 +296,7 @@ TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)}
 JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"
 JAX_MESHES = JAX.format("families", "meshes_compute_the_numbers_of_one_device")
 JAX_STAGES = JAX.format("sharding", "ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between")
+TORCH_STAGES = TORCH.format("pipeline", "stages_one_after_another_compute_what_the_whole_model_does_and_its_gradient")
 TORCH_MESHES = TORCH.format("processes", "several_processes_learn_what_one_does")
 JAX_PACKED = (
     "families",
@@ -359,7 +360,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "qwen3_next": "hybrid-experts",
         }
     },
-    ("torch", "stage"): {},
+    ("torch", "stage"): {TORCH_STAGES: OF_SHAPES},
     ("torch", "packed"): {
         TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES,
         TORCH_IMAGES: TORCH_SEES,

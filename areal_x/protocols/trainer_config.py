@@ -144,8 +144,11 @@ class MeshConfig:
     """Shards of attention heads, MLP width and vocabulary."""
 
     stage: int = 1
-    """Groups of consecutive layers, through which rows go in turns (pipeline parallelism). JAX
-    only."""
+    """Groups of consecutive layers, through which rows go in turns (pipeline parallelism)."""
+
+    stage_chunks: int = 1
+    """Groups that each stage has (torch): rows go through all stages so many times (interleaved
+    1F1B). Stages wait so many times less for their first and last rows, and send so many times more."""
 
     processes: int = 1
     """Processes that train one model together on all their devices, with train.cluster = 'ray'
@@ -154,8 +157,11 @@ class MeshConfig:
     def __post_init__(self) -> None:
         if self.data != -1:
             positive("mesh.data", self.data)
-        for axis in ("fsdp", "expert", "context", "tensor", "stage", "processes"):
+        for axis in ("fsdp", "expert", "context", "tensor", "stage", "stage_chunks", "processes"):
             positive(f"mesh.{axis}", getattr(self, axis))
+        if self.stage_chunks > 1 and self.stage == 1:
+            wanted = "1 with mesh.stage = 1, where rows wait for no other stage"
+            raise ConfigError("mesh.stage_chunks", self.stage_chunks, wanted)
 
     def within_one_process(self) -> MeshConfig:
         """Returns the mesh of a model that one process computes alone: on all of its devices if

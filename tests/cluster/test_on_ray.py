@@ -27,6 +27,7 @@ RAY = "train.cluster = 'ray'"
 JAX = "train.backend = 'jax'"
 TORCH = "train.backend = 'torch'"
 TWO = RAY, "mesh.processes = 2", "mesh.fsdp = 2"
+STAGES = RAY, "mesh.processes = 2", "mesh.fsdp = 1", "mesh.stage = 2"
 BACKENDS = pytest.mark.parametrize("backend", [pytest.param(TORCH, id="torch"), pytest.param(JAX, id="jax", marks=thorough)])
 
 
@@ -60,11 +61,20 @@ def updates_by_step(lanes: dict[str, list[timeline.Interval]]) -> list[tuple[tim
     return list(zip(*([x for x in lanes[f"rank {rank}"] if x.name == "update"] for rank in (0, 1)), strict=True))
 
 
-@BACKENDS
-def test_two_processes_measure_what_one_does_alone(backend: str, ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend, mesh",
+    [
+        pytest.param(TORCH, TWO, id="torch"),
+        pytest.param(JAX, TWO, marks=thorough, id="jax"),
+        pytest.param(TORCH, STAGES, marks=thorough, id="torch-stages"),
+    ],
+)
+def test_two_processes_measure_what_one_does_alone(
+    backend: str, mesh: Sequence[str], ray: Cluster, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     finished(command_of(tiny_model_dir, one, ONLINE, backend, "mesh.fsdp = 1"), 1, 1, one)
-    finished(command_of(tiny_model_dir, two, ONLINE, backend, *TWO), 1, 1, two, **ray.environment)
+    finished(command_of(tiny_model_dir, two, ONLINE, backend, *mesh), 1, 1, two, **ray.environment)
     assert_measured_alike(one, two)
     lanes = timeline.read(two / "runs" / "run")
     for of_rank in ("rank 0", "rank 1"):

@@ -38,6 +38,12 @@ MESHES = {
     "hybrid-fsdp": ("hybrid", {"fsdp": 2}),
     "hybrid-tensor": ("hybrid-moe", {"tensor": 2}),
     "hybrid-adapters": ("hybrid-adapted", {"tensor": 2}),
+    "stages": ("qwen2", {"stage": 2}),
+    "stages-chunks": ("deep", {"stage": 2, "stage_chunks": 2}),
+    "stages-distilled": ("taught", {"stage": 2}),
+    "stages-adapters": ("adapted", {"stage": 2}),
+    "stages-mixture": ("moe", {"stage": 2}),
+    "stages-hybrid": ("hybrid", {"stage": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
@@ -51,9 +57,16 @@ MESHES = {
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
     "hybrid-context": ("hybrid", {"fsdp": 2, "context": 2}),
     "hybrid-experts": ("hybrid-moe", {"context": 2, "expert": 2}),
+    "stages-fsdp": ("qwen2", {"stage": 2, "fsdp": 2}),
+    "stages-tensor": ("gemma", {"stage": 2, "tensor": 2}),
+    "stages-experts": ("sigmoid-moe", {"stage": 2, "expert": 2}),
+    "stages-context": ("sinks-moe", {"stage": 2, "context": 2}),
+    "stages-hybrid-adapters": ("hybrid-adapted", {"stage": 2, "fsdp": 2}),
+    "four-stages": ("deep", {"stage": 4}),
 }
-FIRST = ("fsdp", "distilled")
+FIRST = ("fsdp", "distilled", "stages")
 CASES = [*FIRST, *further(*(mesh for mesh in MESHES if mesh not in FIRST))]
+TOGETHER = ("data", "fsdp", "expert", "context", "tensor", "stage")  # axes that take processes
 # What else is asked of a model, by its name.
 MORE: dict[str, dict[str, Any]] = {
     "taught": {"teacher": "qwen2"},
@@ -65,6 +78,9 @@ MORE: dict[str, dict[str, Any]] = {
 
 # 6 experts, of which 4 processes have no even part, in both of two layers.
 SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6, "num_hidden_layers": 2, "decoder_sparse_step": 1}
+
+# Layers that neither two stages of two chunks nor four stages share evenly.
+DEEP = SIZES | EVEN | {"model_type": "qwen3", "num_hidden_layers": 5, "head_dim": 16, "tie_word_embeddings": True}
 
 # An expert beside those that are chosen.
 SHARED = SIZES | EVEN | EXPERTS | {"model_type": "qwen2_moe", "num_experts": 8, "shared_expert_intermediate_size": 24}
@@ -95,6 +111,7 @@ def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: p
     save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False)
     save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True)
     write_random("even-gemma3", folder / "gemma")
+    write_config(DEEP, folder / "deep")
     write_config(SIX_EXPERTS, folder / "moe")
     write_config(SHARED, folder / "shared-moe")
     write_config(SINKS, folder / "sinks-moe")
@@ -112,6 +129,10 @@ def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: p
     return folder
 
 
+def processes_of(mesh: Mapping[str, int]) -> int:
+    return prod(mesh.get(axis, 1) for axis in TOGETHER)
+
+
 def find(folder: Path, processes: int, meshes: Mapping[str, tuple[str, dict[str, int]]]) -> None:
     """Has so many processes do everything on each mesh, NAME.json, having read what the one had saved."""
     asked = []
@@ -126,20 +147,20 @@ def find(folder: Path, processes: int, meshes: Mapping[str, tuple[str, dict[str,
 
 @pytest.fixture(scope="module")
 def of_two(folder: Path, meshes: Mapping[str, tuple[str, dict[str, int]]]) -> Path:
-    find(folder, 2, {name: of for name, of in meshes.items() if prod(of[1].values()) == 2})
+    find(folder, 2, {name: of for name, of in meshes.items() if processes_of(of[1]) == 2})
     return folder
 
 
 @pytest.fixture(scope="module")
 def of_four(folder: Path, meshes: Mapping[str, tuple[str, dict[str, int]]]) -> Path:
-    find(folder, 4, {name: of for name, of in meshes.items() if prod(of[1].values()) == 4})
+    find(folder, 4, {name: of for name, of in meshes.items() if processes_of(of[1]) == 4})
     return folder
 
 
 @pytest.fixture
 def asked(mesh: str, request: pytest.FixtureRequest) -> Path:
     """Where it lies what a mesh's processes found."""
-    found: Path = request.getfixturevalue({2: "of_two", 4: "of_four"}[prod(MESHES[mesh][1].values())])
+    found: Path = request.getfixturevalue({2: "of_two", 4: "of_four"}[processes_of(MESHES[mesh][1])])
     return found
 
 

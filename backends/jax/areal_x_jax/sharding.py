@@ -153,6 +153,9 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
 
     Raises: ConfigError if the mesh needs another number.
     """
+    if config.stage_chunks > 1:
+        wanted = "1 with JAX, whose stages have one group of layers each: give it more rows at once"
+        raise ConfigError("mesh.stage_chunks", config.stage_chunks, wanted)
     sizes = {axis: getattr(config, axis) for axis in AXES}
     others = prod(size for axis, size in sizes.items() if axis != "data")
     if sizes["data"] == -1:

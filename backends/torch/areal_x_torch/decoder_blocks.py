@@ -25,6 +25,7 @@ from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch import delta_rule, kept_attention
 from areal_x_torch.experts import recompute_contexts
+from areal_x_torch.pipeline_schedule import in_flight
 
 # Operations whose results "products" saves: products with kernels, experts' too, and attention, by
 # parts of its kernels' names. Not bmm, which computes scores.
@@ -119,22 +120,26 @@ def attention_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     if getattr(config, "kv_lora_rank", None):  # latent attention: head_dim is that of rotations
         keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     of_attention = (heads + kv_heads) * (keys + values) * dtype.itemsize
-    input_size = next(model.parameters()).element_size()  # an embedding's, which starts the stream
+    # An embedding starts the stream. Between stages it is in fp32.
+    embedding = model.get_input_embeddings().weight
+    input_size = 4 if embedding is None else embedding.element_size()
     return len(blocks_of(model)) * (of_attention + config.hidden_size * input_size)
 
 
 def free_bytes(model: PreTrainedModel, config: TrainerConfig, memory: int | None) -> int | None:
     """Returns three fifths of a device's bytes that parameters, gradients and moments leave: the rest
-    is for the head, gathered blocks and temporaries."""
+    is for the head, gathered blocks and temporaries. With stages, those bytes for each of the
+    micro-batches that the first stage keeps at once."""
     if memory is None:
         return None
     mesh = config.mesh
-    parts = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+    parts = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor  # of a stage's own layers
     state = (
         sum(x.numel() * (16 if x.requires_grad else x.element_size()) for x in model.parameters())
         // parts
     )
-    return max(memory - (0 if config.offload else state), 0) * 3 // 5
+    free = max(memory - (0 if config.offload else state), 0) * 3 // 5
+    return free if mesh.stage == 1 else int(free / in_flight(mesh.stage, mesh.stage_chunks))
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -235,12 +235,16 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 class Routers(NamedTuple):
     """The routers of a model that weigh experts by a softmax or by sigmoids. layers: of the decoder,
-    with or without a router. count: experts of a layer. routed: the layers with a router."""
+    with or without a router. count: experts of a layer. routing_scope: the layers with a router."""
 
     layers: int
     per_token: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     routing_scope: tuple[int, ...]
+
+    def within(self, layers: range) -> Routers:
+        """Returns those of some layers."""
+        return self._replace(routing_scope=tuple(n for n in self.routing_scope if n in layers))
 
 
 @dataclass(frozen=True)

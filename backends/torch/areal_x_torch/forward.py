@@ -7,13 +7,14 @@ passes through the model in the same order, because they gather its parameters t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float32, Int64
 from numpy import ndarray
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -32,6 +33,8 @@ from areal_x_torch.flat_rows import (
     to_tensor,
 )
 from areal_x_torch.images import row_images
+from areal_x_torch.pipeline import Chunk, Pipeline
+from areal_x_torch.pipeline_schedule import Run, States
 from areal_x_torch.sharding import ModelWithHead
 
 
@@ -60,6 +63,9 @@ class Forward:
     logits: int
     """Computed at a time, see `device.logits_at_once`."""
 
+    pipeline: Pipeline | None = None
+    """The layers that this process has; None for all."""
+
     def passes(self, rows: Batch, most: int = 0) -> list[FlatRow]:
         """Returns this process's passes over its rows; at least `most`, as many as the process with
         most makes."""
@@ -79,11 +85,15 @@ class Forward:
         entropy: bool = False,
         teacher: PreTrainedModel | None = None,
         tally: experts.Tally | None = None,
+        last: tuple[Chunk, States | None] | None = None,
     ) -> Policy:
         """Returns the head's outputs for the wanted tokens of packed rows, 0 elsewhere, computed in
-        these passes."""
+        these passes.
+
+        last: of a pipeline, the last chunk and what the chunk before gave for these passes.
+        """
         outputs: dict[str, Tensor] = {}
-        for flat in passes:
+        for flat, scope in zip(passes, self._scopes(passes, last), strict=True):
             own = context_parallel.token_range(len(flat.places), self.context)
             state_at, token_at = flat.read(wanted, before=self.config.head != "reward", own=own)
             row = self.row(packed, flat, own, tally)
@@ -98,7 +108,7 @@ class Forward:
                 with torch.no_grad():
                     hidden = self._hidden(teacher, row, state_at)
                 teacher_states = head.Teacher(hidden, model.head(teacher), self.config.divergence)
-            body = partial(self._hidden, row=row, state_at=state_at)
+            body = partial(self._hidden, row=row, state_at=state_at, scope=scope)
             apply_head = partial(
                 self._head_outputs,
                 targets=targets,
@@ -114,6 +124,84 @@ class Forward:
             # its gradient goes back to the outputs computed here.
             outputs = {name: SumOverGroup.apply(x, self.context) for name, x in outputs.items()}
         return Policy(**{name: x.reshape(packed.shape) for name, x in outputs.items()})
+
+    def states(
+        self,
+        packed: Batch,
+        passes: Sequence[FlatRow],
+        chunk: Chunk,
+        received: States | None,
+        tally: experts.Tally | None = None,
+    ) -> States:
+        """Returns what a pipeline's chunk before the last one gives for the tokens of these passes, one
+        pass after another, from what the chunk before it gave."""
+        found = []
+        for flat, scope in zip(passes, self._scopes(passes, (chunk, received)), strict=True):
+            own = context_parallel.token_range(len(flat.places), self.context)
+            body = partial(
+                self._decoder_states, row=self.row(packed, flat, own, tally), scope=scope
+            )
+            found.append(self.module(body, None).float())
+        return torch.cat(found)
+
+    def in_stages(
+        self,
+        passes: Sequence[Sequence[FlatRow]],
+        compute: Callable[[int, int, States | None], Tensor | None],
+        learns: bool,
+    ) -> None:
+        """Runs micro-batches through a pipeline, together with its other processes. passes: of each
+        micro-batch. compute: see `pipeline_schedule.Run`."""
+        assert self.pipeline is not None
+        Run(
+            group=self.pipeline.stages.group,
+            chunks_each=self.config.mesh.stage_chunks,
+            tokens=[self.tokens(of_one) for of_one in passes],
+            features=self.pipeline.features,
+            device=self.device,
+            compute=compute,
+            learns=learns,
+        )()
+
+    def outputs_of_stages(
+        self,
+        packed: Batch,
+        wanted: Bool[ndarray, "rows length"],
+        passes: Sequence[FlatRow],
+        output: str,
+    ) -> Float32[Tensor, "rows length"]:
+        """Returns an output of the head for the wanted tokens of packed rows, 0 elsewhere, on all stages
+        of a pipeline. output: a name in Policy."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        outputs = torch.zeros(packed.shape, device=self.device)
+
+        def compute(index: int, number: int, received: States | None) -> Tensor | None:
+            chunk, own = pipeline.chunk(number), passes[index : index + 1]
+            if not chunk.is_last:
+                return self.states(packed, own, chunk, received)
+            policy = self.policy(packed, wanted, own, last=(chunk, received))
+            outputs.add_(getattr(policy, output))
+            return None
+
+        self.in_stages([[flat] for flat in passes], compute, learns=False)
+        return pipeline.stages.from_last(outputs)
+
+    def tokens(self, passes: Sequence[FlatRow]) -> int:
+        """Returns the number of this process's tokens in these passes."""
+        return sum(len(flat.places) for flat in passes) // self.config.mesh.context
+
+    def _scopes(
+        self, passes: Sequence[FlatRow], chunk: tuple[Chunk, States | None] | None
+    ) -> list[Callable[[], AbstractContextManager[None]]]:
+        """Returns for each pass the context in which the model computes a chunk only."""
+        if chunk is None:
+            return [nullcontext] * len(passes)
+        assert self.pipeline is not None
+        received: Sequence[States | None] = [None] * len(passes)
+        if chunk[1] is not None:
+            received = chunk[1].split([self.tokens([flat]) for flat in passes])
+        return [partial(self.pipeline.computing, chunk[0], x) for x in received]
 
     def _kept(self, packed: Batch, token_at: Int64[ndarray, " n"]) -> head.Kept | None:
         """Returns the tokens that truncated sampling kept at these tokens of the packed rows."""
@@ -152,11 +240,32 @@ class Forward:
         routing = experts.Routing(recorded, tally, flat.real_tokens(own))
         return model.PackedRow(tokens, to_tensor(positions, self.device), segments, images, routing)
 
-    def _hidden(self, net: PreTrainedModel, row: model.PackedRow, state_at: Tensor) -> Tensor:
+    def _hidden(
+        self,
+        net: PreTrainedModel,
+        row: model.PackedRow,
+        state_at: Tensor,
+        scope: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Tensor:
         """Returns a model's last hidden states at the indices `state_at` of a flat row."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            states = model.hidden_states(net, row)
+        with self._autocast():
+            with scope():
+                states = model.decoder_states(net, row)
+            states = model.head_input(net, states)
         return states.to(self.dtype).index_select(0, state_at)
+
+    def _decoder_states(
+        self,
+        net: PreTrainedModel,
+        row: model.PackedRow,
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> Tensor:
+        with self._autocast(), scope():
+            states = model.decoder_states(net, row)
+        return states.clone()  # fully_shard has hooks on what is returned, which a view may lose
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _head_outputs(
         self,

@@ -5,7 +5,7 @@ compute wrongly are refused here."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -265,16 +265,18 @@ def copy_tensors(
     targets: Mapping[str, Tensor | ShardedView],
     tensors: Iterable[tuple[str, np.ndarray]],
     source: str,
+    elsewhere: Container[str] = (),
 ) -> None:
     """Copies arrays into the tensors of their names, one at a time.
 
+    elsewhere: names of tensors that only other processes have.
     Raises: UserError listing what is missing, left over or of another shape.
     """
     missing, left_over = set(targets), []
     into = _TensorWriter(targets)
     for name, x in tensors:
         if name not in targets:
-            left_over.append(name)
+            left_over += [] if name in elsewhere else [name]
         elif x.shape != targets[name].shape:
             raise UserError(
                 f"{source}: {name} has shape {x.shape}, the model wants"

@@ -65,6 +65,11 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
 
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "tokens features"]:
     """Returns the head's input for each token of a flat row."""
+    return head_input(model, decoder_states(model, row))
+
+
+def decoder_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "tokens features"]:
+    """Returns what the decoder gives for each token of a flat row."""
     read = {"input_ids": row.tokens[None]}
     if has_vision(model):
         read = embed_images(
@@ -75,7 +80,8 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "toke
         states = decoder(model)(
             **read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments
         )
-    return head_input(model, states.last_hidden_state[0])
+    found: Tensor = states.last_hidden_state[0]
+    return found
 
 
 def head_input(

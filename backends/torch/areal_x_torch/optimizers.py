@@ -14,7 +14,7 @@ with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,25 +228,26 @@ AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor | ShardedView]]
 
 def read_moments(
     directory: Path,
-    config: OptimizerConfig,
     optimizer: Optimizer,
     named: Mapping[str, Parameter],
     as_saved: AsSaved,
     *,
     version: int,
     own_form: bool,
+    elsewhere: Callable[[Iterable[tuple[str, Tensor | ShardedView]]], Container[str]],
 ) -> None:
     """Copies the moments of a checkpoint into the optimizer's state, which then is at `version`.
-    own_form: the moments have this backend's own names.
+    own_form: the moments have this backend's own names. elsewhere: given this process's, returns the
+    names of those that only others have.
 
     Raises: UserError for moments of another model.
     """
     if own_form:
         own: Mapping[str, Tensor | ShardedView] = moments(optimizer, named)
     else:
-        own = named_moments(config, optimizer, named, as_saved)
+        own = named_moments(optimizer, named, as_saved)
     source = str(directory / model_dir.MOMENTS)
-    loading.copy_tensors(own, model_dir.read_moments(directory), source)
+    loading.copy_tensors(own, model_dir.read_moments(directory), source, elsewhere(own.items()))
     optimizer.set_steps(version)
 
 
@@ -274,11 +275,9 @@ def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
 
 
 def named_moments(
-    config: OptimizerConfig, optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
+    optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
 ) -> dict[str, Tensor | ShardedView]:
-    """Returns the same under the parameter's name in the files, if it has one."""
-    if not portable(config, named, as_saved):
-        return dict(moments(optimizer, named))
+    """Returns the same under the parameter's name in the files, where they are `portable`."""
     kinds = dict.fromkeys(
         which for p in named.values() for which in optimizer.state[p] if which != "step"
     )

@@ -15,6 +15,7 @@ from areal_x_torch import attention, loading, lora, rope
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.images import check_sharing
+from areal_x_torch.pipeline import check_adapters, names_of
 from areal_x_torch.sharding import check_model, sizes_of
 
 
@@ -29,9 +30,14 @@ def check(config: TrainerConfig) -> Devices:
     if config.lora.rank:
         lora.check_targets(directory, config.lora)
     sizes_of(config.mesh)
+    offload = config.offload and device.type != "cpu"
     # None: preflight checks memory elsewhere.
-    check_model(directory, config.mesh, None, learns=not config.lora.rank)
-    built = loading.build(directory, config.head).config
+    check_model(directory, config.mesh, None, learns=not config.lora.rank, offload=offload)
+    model = loading.build(directory, config.head)
+    if config.mesh.stage > 1:
+        names_of(model, config.mesh.stage)
+        check_adapters(model, config)
+    built = model.config
     check_sharing(config.share_prompts, directory, built)
     rope.check_length("train.row_length", config.row_length, built, directory)
     attention.choose(config.model.attention, device, compute_dtype(config.precision, device))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -53,10 +53,16 @@ def save(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> Wait
     return wait
 
 
-def restore(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
+def restore(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    together: bool,
+    elsewhere: Mapping[str, Sequence[int]],
+) -> None:
     """Fills the tensors with what `save` wrote, whatever their shardings.
 
-    Raises: UserError for those of another model or optimizer, or if a part is missing.
+    elsewhere: shapes of the tensors that only other processes have. Raises: UserError for those of
+    another model or optimizer, or if a part is missing.
     """
     place = directory / SHARDS["torch"]
     reader = dcp.HuggingFaceStorageReader(str(place))
@@ -69,8 +75,10 @@ def restore(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> N
         raise UserError(
             f"{place} is not whole ({_last_line(error)}): copy the checkpoint again"
         ) from error
-    for name in sorted({*tensors, *shapes}):
-        here = tuple(tensors[name].shape) if name in tensors else None
+    needed = {name: tuple(x.shape) for name, x in tensors.items()}
+    needed |= {name: tuple(shape) for name, shape in elsewhere.items()}
+    for name in sorted({*needed, *shapes}):
+        here = needed.get(name)
         if shapes.get(name) != here:
             told = (
                 f"its {name} has the shape {shapes[name]}"

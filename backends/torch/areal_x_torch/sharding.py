@@ -1,6 +1,8 @@
 """Sharding of a model over processes, one device each: the mesh, the sharding of parameters, and
 sums over all processes.
 
+    stage     consecutive layers of the decoder, through which micro-batches go in turns
+              (areal_x_torch.pipeline); below, "all" processes are those of one stage
     data      copies of the model, each with its own rows; gradients are summed
     fsdp      its own rows too; parameters, gradients and moments are sharded, and gathered a decoder
               block at a time as they are needed
@@ -49,9 +51,10 @@ from areal_x_torch.experts import is_experts
 from areal_x_torch.loading import materialize
 from areal_x_torch.lora import LoRALinear
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
+from areal_x_torch.pipeline import check_stages
 from areal_x_torch.processes import join_alone
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")  # axes along which processes have their own rows
 # Axes over which every parameter that is not an expert's is sharded.
 DENSE = "fsdp expert context"
@@ -78,16 +81,16 @@ def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -
         return None
     if config.processes == 1:
         join_alone(device)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    if config.stage > 1:
+        stage_group(mesh)  # which all processes make together
+    return mesh
 
 
 def sizes_of(config: MeshConfig) -> tuple[int, ...]:
     """Returns the size of each of the AXES. Raises: like make_mesh."""
-    if config.stage > 1:
-        wanted = "1 with torch, which does not divide layers among stages yet: use mesh.fsdp"
-        raise ConfigError("mesh.stage", config.stage, wanted)
-    sizes = [getattr(config, axis) for axis in AXES[1:]]
-    processes, split = config.processes, prod(sizes)
+    sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
+    processes, split = config.processes, prod(sizes.values())
     if processes % split or config.data not in (-1, processes // split):
         axis = next((axis for axis in AXES if getattr(config, axis) not in (-1, 1)), "data")
         wanted = (
@@ -95,7 +98,14 @@ def sizes_of(config: MeshConfig) -> tuple[int, ...]:
             " for each device"
         )
         raise ConfigError(f"mesh.{axis}", getattr(config, axis), wanted)
-    return (processes // split, *sizes)
+    sizes["data"] = processes // split
+    return tuple(sizes[axis] for axis in AXES)
+
+
+def stage_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Returns the processes of this one's stage."""
+    others = " ".join(AXES[1:])
+    return joined_mesh(mesh, "stage", others)[others].get_group()
 
 
 @cache
@@ -121,6 +131,7 @@ def check_model(
             directory, local_files_only=True, trust_remote_code=False
         )
         check_context(described, config)
+        check_stages(described, config, offload)
         text = described.get_text_config()
         experts = next((n for field in COUNTS if (n := getattr(text, field, None))), 0)
         if config.expert > 1 and (not experts or experts % config.expert):
@@ -140,7 +151,7 @@ def check_model(
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
     # fp32 weights, gradients and both moments, or bf16 weights for inference.
     needed = count * (16 if learns else 2)
-    beside = config.expert * config.context * config.tensor
+    beside = config.expert * config.context * config.tensor * config.stage
     parts = config.fsdp * beside
     if needed > memory * parts:
         least = -(-needed // (memory * beside))
@@ -175,15 +186,20 @@ class HeadModule(nn.Module):
 class ModelWithHead(nn.Module):
     """A model and its head as one forward pass, whose begin and end `fully_shard` must see."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, held: nn.ModuleList | None = None) -> None:
         super().__init__()
         self.model = model
         self.head = HeadModule(model)
+        # Modules that fully_shard must find while a pipeline has taken them out of the model.
+        self.held = held
 
     def forward(
-        self, read: Callable[[PreTrainedModel], Tensor], say: Callable[[Tensor, Head], Any]
+        self,
+        read: Callable[[PreTrainedModel], Tensor],
+        say: Callable[[Tensor, Head], Any] | None,
     ) -> Any:
-        return self.head(read(self.model), say)
+        found = read(self.model)
+        return found if say is None else self.head(found, say)
 
 
 def shard_model(
@@ -193,6 +209,7 @@ def shard_model(
     device: torch.device,
     shard_ends: bool = True,
     offload: bool = False,
+    held: nn.ModuleList | None = None,
 ) -> ModelWithHead:
     """Returns the model that `loading.build` made on the device: whole, or this process's part of
     it, which `loading.fill` then reads.
@@ -208,11 +225,11 @@ def shard_model(
     keep parameters, and with them gradients and moments, on the host, and a block on the device
     only while it is computed. Raises: ConfigError for a model that the mesh does not divide.
     """
-    whole = ModelWithHead(model)
+    whole = ModelWithHead(model, held)
     if mesh is None:
         materialize(whole, device)
         return whole
-    dense = joined_mesh(mesh, "data", DENSE, "tensor")
+    dense = joined_mesh(mesh, "stage", "data", DENSE, "tensor")
     if dense["tensor"].size() > 1:
         learns = {name: p.requires_grad for name, p in model.named_parameters()}
         split_heads(model, dense["tensor"])
@@ -247,7 +264,7 @@ def shard_model(
 
     low = None if dtype == torch.float32 else dtype
     if mesh["expert"].size() * mesh["tensor"].size() > 1:
-        mixed = joined_mesh(mesh, "data", "fsdp context", EXPERTS)
+        mixed = joined_mesh(mesh, "stage", "data", "fsdp context", EXPERTS)
         beside = (
             mixed["data", "fsdp context"] if mixed["data"].size() > 1 else mixed["fsdp context"]
         )
@@ -259,7 +276,7 @@ def shard_model(
     if not shard_ends:
         materialize(whole, device)
         return whole
-    if not is_tied(model):
+    if whole.head.layer.weight is not None and not is_tied(model):
         shard(whole.head, None if is_classifier(model) else low)
         done.update(whole.head.parameters())
     # The rest is the embedding, which includes a tied head, and the last norm.
@@ -315,7 +332,8 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     each process's words."""
     tied, layer = is_tied(model), head_layer(model)
     embedding = model.get_input_embeddings()
-    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    if embedding.weight is not None:  # else another stage has it
+        parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
     if tied:
         layer.weight = embedding.weight
     elif not is_classifier(model):
@@ -381,12 +399,21 @@ def sum_over_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return _sum_along(x, mesh, ROW_AXES)
 
 
+def sum_over_stages(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Sums what the processes of all stages computed for their own rows, each its own part."""
+    return _sum_along(x, mesh, ("stage", *ROW_AXES))
+
+
 def sum_over_tokens(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Sums what the processes computed for their own parts of rows."""
-    return _sum_along(x, mesh, (*ROW_AXES, "context"))
+    """Sums what the processes of one stage computed for their own parts of rows."""
+    own = ("stage", *ROW_AXES, "context")
+    group = None if mesh is None or mesh["stage"].size() == 1 else stage_group(mesh)
+    return _sum_along(x, mesh, own, group)
 
 
-def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor:
+def _sum_along(
+    x: Tensor, mesh: DeviceMesh | None, own: Sequence[str], group: ProcessGroup | None = None
+) -> Tensor:
     if mesh is not None:
         # Along the other axes all have the same number, which counts once.
         x = (
@@ -394,7 +421,7 @@ def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor
             if any(mesh.get_local_rank(axis) for axis in AXES if axis not in own)
             else x.clone()
         )
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
     return x
 
 
@@ -421,7 +448,7 @@ def total_norm(gradients: Sequence[Tensor], mesh: DeviceMesh | None) -> float:
 
 def is_counted(x: Tensor, mesh: DeviceMesh) -> bool:
     """True if this process is the first of those that have the same part of x."""
-    split: set[str] = set()
+    split = {"stage"}
     if isinstance(x, DTensor):
         for axes, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True):
             split |= set() if placement.is_replicate() else set(axes.split())

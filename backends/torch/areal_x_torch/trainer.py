@@ -9,7 +9,7 @@ order, because they gather parameters together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,12 @@ from areal_x_torch.device import (
     memory_of,
     peak_bytes,
 )
-from areal_x_torch.dtensors import ShardedView, gather, gather_each, local
-from areal_x_torch.flat_rows import to_tensor
+from areal_x_torch.dtensors import ShardedView, gather_each, local
+from areal_x_torch.flat_rows import FlatRow, to_tensor
 from areal_x_torch.forward import Forward
 from areal_x_torch.images import check_images, check_sharing
+from areal_x_torch.pipeline import AddedLoss, Chunk, Pipeline, Stages, check_adapters
+from areal_x_torch.pipeline_schedule import States
 from areal_x_torch.sharding import (
     check_model,
     make_mesh,
@@ -64,6 +66,7 @@ from areal_x_torch.sharding import (
     shard_model,
     sum_gradients,
     sum_over_rows,
+    sum_over_stages,
     sum_over_tokens,
     total_norm,
 )
@@ -95,6 +98,8 @@ class Trainer(HuggingFaceTrainer):
                 "train.colocate = True needs a torch trainer in one process, without a mesh: one that is"
                 " sharded over processes stays on its devices"
             )
+        staged = self.mesh is not None and config.mesh.stage > 1
+        stages = Stages.of(self.mesh) if staged else None
         self.share, shares = row_rank(self.mesh)
         self.shares = Shares((self.share,), shares)
         learns = not (config.frozen or config.lora.rank)
@@ -108,9 +113,9 @@ class Trainer(HuggingFaceTrainer):
         attention.choose(
             config.model.attention, self.device, self.dtype
         )  # refuses before anything is loaded
-        self.teacher = (
-            self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
-        )
+        self.teacher = None
+        if config.teacher is not None and (stages is None or stages.is_last):
+            self.teacher = self._load_teacher(Path(config.teacher))
         self.model = loading.build(self.directory, config.head)
         check_sharing(config.share_prompts, self.directory, self.model.config)
         rope.check_length("train.row_length", config.row_length, self.model.config, self.directory)
@@ -124,11 +129,20 @@ class Trainer(HuggingFaceTrainer):
                 config.teacher,
                 "a vision-language model exactly if the student is one",
             )
+        check_adapters(self.model, config)
         if config.lora.rank:
             lora.add_adapters(self.model, config.lora, config.seed)
         self.routers = experts.hook_routers(self.model, config, self.directory)
+        self.pipeline = None if stages is None else Pipeline.divide(self.model, stages, config.mesh)
         decoder_blocks.prepare(self.model, config, self.dtype, memory_of(self.device))
-        module = shard_model(self.model, self.mesh, self.dtype, self.device, offload=self.offload)
+        module = shard_model(
+            self.model,
+            self.mesh,
+            self.dtype,
+            self.device,
+            offload=self.offload,
+            held=None if self.pipeline is None else self.pipeline.held,
+        )
         loading.fill(self.model, self.directory)
         attend = attention.choose(config.model.attention, self.device, self.dtype)
         self.forward = Forward(
@@ -140,6 +154,7 @@ class Trainer(HuggingFaceTrainer):
             context=self.context,
             distributed=self.mesh is not None,
             logits=logits_at_once(memory_of(self.device)),
+            pipeline=self.pipeline,
         )
         self.summed = replicated_in_tensor_group(self.model, self.mesh)
         self.trained = lora.trained_parameters(self.model, config.lora)
@@ -177,18 +192,26 @@ class Trainer(HuggingFaceTrainer):
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         largest: dict[str, Tensor] = defaultdict(zero)
         self._step_logp = []
-        for index, packed in enumerate(whole.cut(rows, self.share)):
-            if self.mesh is None:  # others would wait in a collective
-                raise_if_interrupted()
-            logp = self._backward(loss, packed, whole, index, sums, largest)
-            self._step_logp.append(logp)
+        if self.pipeline is not None:
+            self._backward_in_stages(self.pipeline, loss, rows, whole, sums, largest)
+        else:
+            for index, packed in enumerate(whole.cut(rows, self.share)):
+                if self.mesh is None:  # others would wait in a collective
+                    raise_if_interrupted()
+                passes = self.forward.passes(packed, whole.passes[index])
+                total, logp = self._loss(loss, packed, passes, whole, index, sums, largest)
+                if total.requires_grad:
+                    total.backward()
+                self._step_logp.append(logp)
         largest = max_over_rows(largest, self.mesh)
-        totals = sum_over_rows(torch.stack(list(sums.values())), self.mesh)
+        totals = sum_over_stages(torch.stack(list(sums.values())), self.mesh)
         metrics = dict(zip(sums, totals, strict=True)) | largest
         for p in self.model.parameters():
             if p.grad is None and p.requires_grad:  # a vision tower, by a batch without images
                 p.grad = torch.zeros_like(p)
         sum_gradients(self.summed, self.mesh)
+        if self.pipeline is not None:
+            self.pipeline.add_up_copies()
         norm = self._clip()
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         for group in self.optimizer.param_groups:
@@ -205,40 +228,33 @@ class Trainer(HuggingFaceTrainer):
         skipped = float(1.0 - finite)
         return {**results, "grad_norm": norm, "learning_rate": rate, "skipped": skipped}
 
-    def _backward(
+    def _loss(
         self,
         loss: Loss,
         packed: Batch,
+        passes: Sequence[FlatRow],
         whole: MicroBatches,
         index: int,
         sums: dict[str, Tensor],
         largest: dict[str, Tensor],
-    ) -> Tensor | None:
-        """Adds the gradient of this process's rows of one micro-batch, and their metrics to `sums`
-        and `largest`. index: of the micro-batch. Returns its log-probabilities, if any."""
-        passes, tokens = self.forward.passes(packed, whole.passes[index]), whole.step_trained
+        last: tuple[Chunk, States | None] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the loss of this process's rows of one micro-batch and their log-probabilities, if
+        any; adds their metrics to `sums` and `largest`. index: of the micro-batch. last: see
+        `Forward.policy`."""
+        tokens = whole.step_trained
         # No loss reads the kept tokens, of which there may be many.
         rows = packed.replace(kept=None).map(lambda x: to_tensor(x, self.device))
-        tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
+        tally = self._tally(None if last is None else last[0])
         # Only trained tokens go through the head: a loss masks all others before it computes.
         policy = self.forward.policy(
-            packed, packed.mask, passes, self.config.entropy, self.teacher, tally
+            packed, packed.mask, passes, self.config.entropy, self.teacher, tally, last
         )
         terms, metrics = evaluate_loss(loss, policy, rows)
         total = (rows.weights * terms).sum()
         sums["loss"] += total.detach()
         if tally is not None:
-            seen, trained = whole.tokens[index], whole.trained[index]
-            over_tokens = partial(sum_over_tokens, mesh=self.mesh)
-            imbalance = tally.imbalance(seen, over_tokens) * (trained / tokens)
-            total = total + self.config.balance * imbalance
-            of_rows = imbalance.detach()
-            if self.context is not None:
-                of_rows = SumOverGroup.apply(of_rows, self.context)
-            sums["expert_imbalance"] += of_rows
-            sums["loss"] += self.config.balance * of_rows
-        if total.requires_grad:
-            total.backward()
+            total = total + self._balance(tally, whole, index, sums)
         for name, x in metrics.items():
             x = torch.where(rows.mask, x.detach(), 0)
             if not is_max_reduced(name):
@@ -247,7 +263,68 @@ class Trainer(HuggingFaceTrainer):
                 largest[name] = torch.maximum(largest[name], x.max())
             else:
                 largest[name] = largest[name]  # every process has the same names
-        return None if policy.logp is None else policy.logp.detach()
+        return total, None if policy.logp is None else policy.logp.detach()
+
+    def _tally(self, chunk: Chunk | None) -> experts.Tally | None:
+        """Returns the counts of this model's routers, or a chunk's, of which there are none yet; None
+        if it has no routers."""
+        routers = self.routers
+        if routers is not None and chunk is not None:
+            routers = routers.within(chunk.layers)
+        if routers is None or not routers.routing_scope:
+            return None
+        return experts.Tally.of(routers, self.device)
+
+    def _balance(
+        self, tally: experts.Tally, whole: MicroBatches, index: int, sums: dict[str, Tensor]
+    ) -> Tensor:
+        """Returns the load-balancing loss of one micro-batch, in as many layers as the tally is of."""
+        assert self.routers is not None
+        seen, trained = whole.tokens[index], whole.trained[index]
+        over_tokens = partial(sum_over_tokens, mesh=self.mesh)
+        layers = len(tally.hits) / len(self.routers.routing_scope)
+        imbalance = tally.imbalance(seen, over_tokens) * (layers * trained / whole.step_trained)
+        of_rows = imbalance.detach()
+        if self.context is not None:
+            of_rows = SumOverGroup.apply(of_rows, self.context)
+        sums["expert_imbalance"] += of_rows
+        sums["loss"] += self.config.balance * of_rows
+        return self.config.balance * imbalance
+
+    def _backward_in_stages(
+        self,
+        pipeline: Pipeline,
+        loss: Loss,
+        rows: Batch,
+        whole: MicroBatches,
+        sums: dict[str, Tensor],
+        largest: dict[str, Tensor],
+    ) -> None:
+        """Adds the gradients of this process's layers of all micro-batches, and to `sums` and `largest`
+        what it computes of the metrics."""
+        micro_batches = list(whole.cut(rows, self.share))
+        passes = [
+            self.forward.passes(packed, most)
+            for packed, most in zip(micro_batches, whole.passes, strict=True)
+        ]
+
+        def compute(index: int, number: int, received: States | None) -> Tensor:
+            chunk, packed = pipeline.chunk(number), micro_batches[index]
+            if chunk.is_last:
+                last = chunk, received
+                return self._loss(loss, packed, passes[index], whole, index, sums, largest, last)[0]
+            tally = self._tally(chunk)
+            states = self.forward.states(packed, passes[index], chunk, received, tally)
+            if tally is not None:
+                states = AddedLoss.apply(states, self._balance(tally, whole, index, sums))
+            return states
+
+        self.forward.in_stages(passes, compute, learns=True)
+        # Each stage has the metrics of its own layers, the last one those of the loss too.
+        of_stages = pipeline.stages.all_of((list(sums), list(largest)))
+        for found, which in ((sums, 0), (largest, 1)):
+            for name in dict.fromkeys(name for of in reversed(of_stages) for name in of[which]):
+                found[name] = found.pop(name, torch.zeros((), device=self.device))
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
         kept = [logp for logp in self._step_logp if logp is not None]
@@ -266,10 +343,35 @@ class Trainer(HuggingFaceTrainer):
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of `weights` on this process's device. Tensors that are neither cast
         nor gathered are the model's own. With all transports but "files": experimental."""
-        for name, x in gather_each(
-            lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x
-        ):
+        for name, x in self._merged(lambda x: x.to(self.dtype) if x.is_floating_point() else x):
             yield name, x.to(self.device)
+
+    def _merged(self, as_: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the whole tensors of the plain model, as `dtensors.gather_each` does."""
+        if self.pipeline is None:
+            yield from gather_each(lora.merged(self.model), as_)
+            return
+        plain = {
+            name: x
+            for name, x in model.named_tensors(self.model).items()
+            if not name.endswith(model.ADAPTER)
+        }
+        yield from self.pipeline.gather_each(plain, self.device, as_, lora.merged(self.model))
+
+    def _gathered(
+        self, own: Mapping[str, Tensor | ShardedView]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields whole tensors, this process's own ones and with stages also the others'."""
+        pipeline = self.pipeline
+        of_all = pipeline.gather_each(own, self.device) if pipeline else gather_each(own.items())
+        for name, x in of_all:
+            yield name, model.to_numpy(x)
+
+    def _elsewhere(
+        self, own: Iterable[tuple[str, Tensor | ShardedView]]
+    ) -> Mapping[str, torch.Size]:
+        """Returns the shapes of the tensors that only other stages have, by their names."""
+        return {} if self.pipeline is None else self.pipeline.elsewhere(own)
 
     def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in self.device_weights():
@@ -279,8 +381,7 @@ class Trainer(HuggingFaceTrainer):
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if not self.config.lora.rank:
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
-        for name, x in self.trained.items():
-            yield name, model.to_numpy(gather(x.detach()))
+        yield from self._gathered({name: x.detach() for name, x in self.trained.items()})
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self.device)
@@ -304,7 +405,7 @@ class Trainer(HuggingFaceTrainer):
 
     def snapshot(self) -> dict[str, Tensor]:
         self.need_head("snapshot", "policy")
-        copied = gather_each(lora.merged(self.model), lambda x: x.to(self.dtype, copy=True))
+        copied = self._merged(lambda x: x.to(self.dtype, copy=True))
         copied = ((name, x.to(self.device)) for name, x in copied)
         # All processes gather it; the first one, which has the sampler, keeps it.
         return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
@@ -329,50 +430,59 @@ class Trainer(HuggingFaceTrainer):
         return None if routers is None else (routers.layers, routers.per_token, routers.count)
 
     def own_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, x in gather_each(model.named_tensors(self.model).items()):
-            yield name, model.to_numpy(x)
+        yield from self._gathered(model.named_tensors(self.model))
 
     def moments_are_portable(self) -> bool:
-        return optimizers.portable(self.config.optimizer, self.trained, self._as_saved)
+        own = optimizers.portable(self.config.optimizer, self.trained, self._as_saved)
+        return own if self.pipeline is None else all(self.pipeline.stages.all_of(own))
 
     def own_moments(self) -> Iterator[tuple[str, np.ndarray]]:
-        moments = optimizers.named_moments(
-            self.config.optimizer, self.optimizer, self.trained, self._as_saved
-        )
-        for name, x in gather_each(moments.items()):
-            yield name, model.to_numpy(x)
+        moments: Mapping[str, Tensor | ShardedView]
+        if self.moments_are_portable():
+            moments = optimizers.named_moments(self.optimizer, self.trained, self._as_saved)
+        else:
+            moments = optimizers.moments(self.optimizer, self.trained)
+        yield from self._gathered(moments)
 
     def load_state(
         self, directory: Path, tensors: Tensors, *, version: int, own_form: bool
     ) -> None:
         optimizers.read_moments(
             directory,
-            self.config.optimizer,
             self.optimizer,
             self.trained,
             self._as_saved,
             version=version,
             own_form=own_form,
+            elsewhere=self._elsewhere,
         )
         targets: Mapping[str, Tensor | ShardedView] = (
             self.trained if self.config.lora.rank else model.named_tensors(self.model)
         )
-        loading.copy_tensors(targets, tensors, str(directory))
+        elsewhere = self._elsewhere(targets.items())
+        loading.copy_tensors(targets, tensors, str(directory), elsewhere)
 
     def save_sharded(self, directory: Path) -> Wait:
-        return sharded_checkpoint.save(directory, self._state(), together=self.mesh is not None)
+        own = self._state(copies=False)
+        return sharded_checkpoint.save(directory, own, together=self.mesh is not None)
 
     def load_sharded(self, directory: Path, version: int) -> None:
-        sharded_checkpoint.restore(directory, self._state(), together=self.mesh is not None)
+        own = self._state()
+        elsewhere = self._elsewhere(own.items())
+        sharded_checkpoint.restore(directory, own, self.mesh is not None, elsewhere)
         self.optimizer.set_steps(version)
 
     def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | ShardedView]:
         """Returns trained tensors, or their moments, under the names of their files."""
         return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
 
-    def _state(self) -> dict[str, Tensor]:
-        """Returns every tensor of a checkpoint, or this process's part, without copying."""
-        return model.state_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
+    def _state(self, copies: bool = True) -> dict[str, Tensor]:
+        """Returns every tensor of a checkpoint, or this process's part, without copying. copies: also
+        those that another stage has too."""
+        found = model.state_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
+        if self.pipeline is None or copies:
+            return found
+        return {name: x for name, x in found.items() if not self.pipeline.has_copied(name)}
 
     def _check(self, batch: Batch, of: PreTrainedModel, directory: Path) -> None:
         """Raises: UserError for tokens, images or lengths that the model of a directory cannot
@@ -428,9 +538,10 @@ class Trainer(HuggingFaceTrainer):
         count = len(packed.tokens)
         if not count:
             packed = blank_row(packed)
-        policy = self.forward.policy(
-            packed, packed.segment_ids != 0, self.forward.passes(packed, passes)
-        )
+        wanted, flat_rows = packed.segment_ids != 0, self.forward.passes(packed, passes)
+        if self.pipeline is not None:
+            return self.forward.outputs_of_stages(packed, wanted, flat_rows, output)[:count]
+        policy = self.forward.policy(packed, wanted, flat_rows)
         outputs: Tensor | None = getattr(policy, output)
         if outputs is None:
             return torch.zeros(rows.shape, device=self.device)
@@ -439,7 +550,12 @@ class Trainer(HuggingFaceTrainer):
     def _clip(self) -> float:
         """Scales the gradient down to `optimizer.clip_norm` and returns its global norm before."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = total_norm(gradients, self.mesh)
+        counted = gradients
+        if self.pipeline is not None and (copied := self.pipeline.copied()) is not None:
+            counted = [
+                g for g in gradients if not (self.pipeline.stages.is_last and g is copied.grad)
+            ]
+        norm = total_norm(counted, self.mesh)
         limit = self.config.optimizer.clip_norm
         if 0 < limit < norm:
             torch._foreach_mul_([local(g) for g in gradients], limit / norm)
