@@ -76,8 +76,8 @@ def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
             f"{base} is not the base model with which the adapters of {source} were trained: restore"
             " that model there"
         )
-    scale = found["lora_alpha"] / found["r"]
-    return adapters.merge(model_dir.read_tensors(base), adapters.read(source), scale)
+    model_type = model_dir.read_config(base)["model_type"]
+    return adapters.merge(model_dir.read_tensors(base), adapters.read(source), found, model_type)
 
 
 def find(source: Path) -> Path:

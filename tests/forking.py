@@ -127,7 +127,9 @@ class Forkserver:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self.environment = {**os.environ, "JAX_PLATFORMS": "cpu", **QUICK}
-        more = {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        # That of the tests first: in a worktree it names the backends of this tree, not the installed ones.
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        more = {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": paths}
         words = [sys.executable, "-m", "tests.forking", str(theirs.fileno())]
         self._process = subprocess.Popen(
             words, env=self.environment | more, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

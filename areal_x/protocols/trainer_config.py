@@ -180,6 +180,9 @@ class ModelConfig:
     specific to a backend."""
 
 
+EXPERTS = "experts."  # how the names of stacked kernels of experts begin, in `lora.targets`
+
+
 @gin.configurable("lora")
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -206,7 +209,9 @@ class LoRAConfig:
         "up_proj",
         "down_proj",
     )
-    """Hugging Face names of the kernels that get adapters; experts and routers cannot."""
+    """Hugging Face names of the kernels that get adapters. A mixture's experts are stacked in the
+    parameters "experts.gate_up_proj" and "experts.down_proj": each expert gets an adapter of its
+    own. Routers cannot."""
 
     def __post_init__(self) -> None:
         at_least("lora.rank", self.rank, 0)
@@ -217,6 +222,13 @@ class LoRAConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def served_rank(self) -> int:
+        """Rank of the adapters that servers load; 0 if whole weights are published: without
+        adapters, or with adapters of experts, which are merged into them."""
+        of_experts = any(target.startswith(EXPERTS) for target in self.targets)
+        return 0 if of_experts else self.rank
 
 
 HEADS = ("policy", "value", "reward")

@@ -68,7 +68,8 @@ def mixture(
 ) -> Float[Array, "rows length hidden"]:
     """Returns the weighted sum of the chosen experts' outputs. layer: experts_gate, experts_up
     [experts, hidden, intermediate] and experts_down; with `clamp` (see `Experts`) experts_gate_up,
-    whose gates and ups alternate, and experts_down, both with biases."""
+    whose gates and ups alternate, and experts_down, both with biases. Each expert's adapters, if the
+    layer has them, are those of gate and up together, and of down."""
     own = {
         name.removeprefix("experts_"): value
         for name, value in layer.items()
@@ -115,11 +116,21 @@ def grouped(
 
     def product(x: Array, name: str) -> Array:
         y = jax.lax.ragged_dot(x, own[name], sizes)
+        y = y + adapted(x, name) if f"{name}_lora_a" in own else y
         return y + own[f"{name}_bias"][which[order]] if f"{name}_bias" in own else y
+
+    def adapted(x: Array, name: str) -> Array:
+        """What adapters add to a product: their scale is in lora_b."""
+        small = jax.lax.ragged_dot(x, own[f"{name}_lora_a"], sizes)
+        return jax.lax.ragged_dot(small, own[f"{name}_lora_b"], sizes)
 
     sorted_tokens = tokens[order // per_token]
     if clamp is None:
-        inner = activation(product(sorted_tokens, "gate")) * product(sorted_tokens, "up")
+        gate, up = product(sorted_tokens, "gate"), product(sorted_tokens, "up")
+        if "gate_up_lora_a" in own:
+            of_gate, of_up = jnp.split(adapted(sorted_tokens, "gate_up"), 2, axis=-1)
+            gate, up = gate + of_gate, up + of_up
+        inner = activation(gate) * up
     else:
         inner = clamped(product(sorted_tokens, "gate_up"), *clamp)
     outputs = product(inner, "down")

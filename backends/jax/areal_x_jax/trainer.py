@@ -196,7 +196,9 @@ class Trainer(HuggingFaceTrainer):
             return to_tensors(self.arch, self.params, self.dtype, mine)
         # A score is trained in full and only in params; all else is the base's.
         base = to_tensors(self.arch, {**self.params, **self.base})
-        merged = adapter_files.merge(base, self.adapter(), self.config.lora.scale)
+        config = model_dir.read_config(self.directory)
+        settings = adapter_files.settings_of(self.config.lora, self.directory, self.config.head)
+        merged = adapter_files.merge(base, self.adapter(), settings, config["model_type"])
         fixed = {name for name, place in places(self.arch).items() if place.path[-1] in FIXED}
         cast = (
             (name, tensor if name in fixed else tensor.astype(self.dtype))
@@ -209,9 +211,12 @@ class Trainer(HuggingFaceTrainer):
         process's first device. With the transport "nccl": experimental."""
         import torch
 
+        params = self.params
         if self.base is not None:
-            raise NotImplementedError("adapters are published through files")
-        for name, x in to_arrays(self.arch, self.params, self.dtype):
+            if self.config.lora.served_rank:
+                raise NotImplementedError("adapters are published through files")
+            params = lora.merged(self.base, self.params, self.config.lora.scale)
+        for name, x in to_arrays(self.arch, params, self.dtype):
             yield name, torch.from_dlpack(addressable(x))
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:

@@ -327,14 +327,18 @@ def split_along(size: int, x: nn.Parameter) -> Shard | None:
     """Returns how fully_shard shards what is already split, which it must do evenly: whole experts,
     or else each of them."""
     of_experts = isinstance(x, DTensor) and EXPERTS in (x.device_mesh.mesh_dim_names or ())
-    return Shard(1) if of_experts and len(local(x)) % size else None
+    if not of_experts:
+        return None
+    even = (axis for axis, length in enumerate(local(x).shape) if length % size == 0)
+    return Shard(next(even, 0))
 
 
 def split_experts(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> None:
     """Gives each process equally many experts, which it alone computes: areal_x_torch.experts sends
     it their tokens. tensor: the processes that have the same tokens."""
     for name, x in list(module.named_parameters()):
-        setattr(module, name, split(x, mesh, 0))
+        owner, _, own = name.rpartition(".")  # an adapter's, or its own
+        setattr(module.get_submodule(owner), own, split(x, mesh, 0))
     module.same_tokens = tensor.get_group() if tensor.size() > 1 else None
 
 

@@ -51,7 +51,7 @@ from areal_x_torch.device import (
     memory_of,
     peak_bytes,
 )
-from areal_x_torch.dtensors import ShardedView, gather, gather_each, local
+from areal_x_torch.dtensors import Stored, gather_each, local
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.forward import Forward
 from areal_x_torch.images import check_images, check_sharing
@@ -279,8 +279,8 @@ class Trainer(HuggingFaceTrainer):
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if not self.config.lora.rank:
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
-        for name, x in self.trained.items():
-            yield name, model.to_numpy(gather(x.detach()))
+        for name, x in gather_each(self._as_saved(self.trained).items()):
+            yield name, model.to_numpy(x)
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self.device)
@@ -354,8 +354,10 @@ class Trainer(HuggingFaceTrainer):
             version=version,
             own_form=own_form,
         )
-        targets: Mapping[str, Tensor | ShardedView] = (
-            self.trained if self.config.lora.rank else model.named_tensors(self.model)
+        targets: Mapping[str, Stored] = (
+            self._as_saved(self.trained)
+            if self.config.lora.rank
+            else model.named_tensors(self.model)
         )
         loading.copy_tensors(targets, tensors, str(directory))
 
@@ -366,9 +368,11 @@ class Trainer(HuggingFaceTrainer):
         sharded_checkpoint.restore(directory, self._state(), together=self.mesh is not None)
         self.optimizer.set_steps(version)
 
-    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | ShardedView]:
+    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
         """Returns trained tensors, or their moments, under the names of their files."""
-        return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
+        if self.config.lora.rank:
+            return lora.as_saved(tensors)
+        return dict(model.as_saved(self.model, tensors))
 
     def _state(self) -> dict[str, Tensor]:
         """Returns every tensor of a checkpoint, or this process's part, without copying."""
