@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax import routers
+from areal_x_jax import fp8, routers
 from areal_x_jax.architecture import Experts
 from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import Partitioner
@@ -115,7 +115,9 @@ def grouped(
     sizes = jnp.bincount(which, length=here).astype(jnp.int32)
 
     def product(x: Array, name: str) -> Array:
-        y = jax.lax.ragged_dot(x, own[name], sizes)
+        kernels = own[name]
+        multiply = fp8.ragged_dot if isinstance(kernels, fp8.Kernel) else jax.lax.ragged_dot
+        y = multiply(x, kernels, sizes)
         y = y + adapted(x, name) if f"{name}_lora_a" in own else y
         return y + own[f"{name}_bias"][which[order]] if f"{name}_bias" in own else y
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.functional import linear
@@ -30,57 +29,40 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.hf.adapters import EXPERT_KERNELS, PEFT_PREFIX, expert_module
 from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig
-from areal_x_torch.collectives import CopyToGroup, SumOverGroup
+from areal_x_torch import fp8
 from areal_x_torch.dtensors import Joined, Stored, gather, local, split
 from areal_x_torch.experts import grouped, is_experts
 from areal_x_torch.loading import quiet
 from areal_x_torch.model import ADAPTER, is_classifier, named_tensors
 from areal_x_torch.model import as_saved as model_as_saved
+from areal_x_torch.split_linear import SplitLinear
 
 IN_EXPERTS = re.compile(
     r"\.adapters\.(\w+)(?=\.lora_)"
 )  # in names such as "experts.adapters.down_proj.lora_A"
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer with an adapter, in fp32, beside its own parameters. others: the processes
-    that have the other parts of a sharded layer, by rows or by columns."""
+class LoRALinear(SplitLinear):
+    """A linear layer with an adapter, in fp32, beside its own parameters."""
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
-        nn.Module.__init__(self)  # no parameters of its own: they are those of `layer`
-        self.in_features, self.out_features, self.scale = (
-            layer.in_features,
-            layer.out_features,
-            scale,
-        )
-        self.weight, self.bias = layer.weight, layer.bias
+        super().__init__(layer)
+        self.scale = scale
         # On the CPU, because the layer is still on the meta device when they are initialised.
         made = {"bias": False, "device": "cpu", "dtype": torch.float32}
         self.lora_A = nn.Linear(self.in_features, rank, **made)
         self.lora_B = nn.Linear(rank, self.out_features, **made)
-        self.others: ProcessGroup | None = None
-        self.by_rows = True
-
-    def forward(self, x: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ out"]:
-        bias = None if self.bias is None else local(self.bias)
-        if self.others is None or self.by_rows:
-            return self._product(
-                x if self.others is None else CopyToGroup.apply(x, self.others), bias
-            )
-        summed: Tensor = SumOverGroup.apply(self._product(x, None), self.others)
-        return summed if bias is None else summed + bias
+        self.fp8 = isinstance(layer, fp8.Fp8Linear)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight, a, b = (local(layer.weight) for layer in (self, self.lora_A, self.lora_B))
-        return linear(x, weight, bias) + linear(linear(x, a), b) * self.scale
+        weight, a, b = (self.own(f"{name}weight") for name in ("", "lora_A.", "lora_B."))
+        plain = fp8.product if self.fp8 else linear
+        return plain(x, weight, bias) + linear(linear(x, a), b) * self.scale
 
     def split(self, mesh: DeviceMesh, by_rows: bool) -> None:
-        """Leaves on each process its part of the rows of the weight, or of the columns."""
-        self.others, self.by_rows = mesh.get_group(), by_rows
-        for layer in (self, self.lora_B if by_rows else self.lora_A):
-            layer.weight = split(layer.weight, mesh, 0 if by_rows else 1)
-        if by_rows and self.bias is not None:
-            self.bias = split(self.bias, mesh, 0)
+        super().split(mesh, by_rows)
+        layer = self.lora_B if by_rows else self.lora_A
+        layer.weight = split(layer.weight, mesh, 0 if by_rows else 1)
 
     @property
     def whole(self) -> Parameter:
@@ -263,7 +245,7 @@ def remove_adapters(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, LoRALinear):
             plain = nn.Linear(module.in_features, module.out_features, device="meta")
             plain.weight, plain.bias = module.weight, module.bias
-            model.set_submodule(name, plain)
+            model.set_submodule(name, fp8.Fp8Linear(plain) if module.fp8 else plain)
         elif is_experts(module) and hasattr(module, "adapters"):
             del module.adapters
     return model

@@ -50,6 +50,7 @@ from areal_x_torch.loading import materialize
 from areal_x_torch.lora import LoRALinear
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.processes import join_alone
+from areal_x_torch.split_linear import SplitLinear
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")  # axes along which processes have their own rows
@@ -303,7 +304,7 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         for name, layer in list(decoder.named_modules()) if style in STYLES else ():
             if not fnmatchcase(name, pattern):
                 continue
-            if isinstance(layer, LoRALinear):
+            if isinstance(layer, SplitLinear):
                 # Its outputs are columns: it computes x Wᵀ.
                 layer.split(mesh, by_rows=style == "colwise")
             else:

@@ -34,6 +34,7 @@ from areal_x_torch import (
     context_parallel,
     decoder_blocks,
     experts,
+    fp8,
     loading,
     lora,
     model,
@@ -124,6 +125,8 @@ class Trainer(HuggingFaceTrainer):
                 config.teacher,
                 "a vision-language model exactly if the student is one",
             )
+        if config.precision == "fp8":
+            fp8.install(self.model)
         if config.lora.rank:
             lora.add_adapters(self.model, config.lora, config.seed)
         self.routers = experts.hook_routers(self.model, config, self.directory)
@@ -317,6 +320,8 @@ class Trainer(HuggingFaceTrainer):
         # A process with a sharded model, or with compiled blocks, samples with a whole copy beside it.
         own = self.mesh is None and not self.config.compile
         of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)
+        if not own and self.config.precision == "fp8":
+            fp8.install(of)
         return Sampler(of, slots, context, self.dtype)
 
     @property
