@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from tests.backend_moves import trainer
 from tests.model_families import CASES
 from tests.models import reference_model, trajectories, write_config
-from tests.thorough import further
+from tests.thorough import further, thorough
 
 BACKENDS = ["jax", "torch"]
 EXPERTS = ("experts.down_proj", "experts.gate_up_proj")
@@ -238,6 +239,34 @@ def test_ranks_and_scales_of_single_parameters_are_read_as_peft_writes_them() ->
     np.testing.assert_allclose(
         merged["mlp.experts.1.down_proj.weight"], 4 * made["lora_B"][:, 1:] @ made["lora_A"][1:], rtol=1e-5
     )
+
+
+@thorough
+def test_vllm_reads_each_experts_matrices_from_the_file(directory: Path, tmp_path: Path) -> None:
+    """vLLM's own functions for mixtures that it holds by expert; no CPU server has adapters of experts."""
+    pytest.importorskip("vllm")
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+
+    lora = replace(LORA, targets=EXPERTS)
+    made = taught("torch", directory, lora=lora)
+    made.save(tmp_path)
+    helper = PEFTHelper.from_local_dir(str(tmp_path), 64)
+    read = LoRAModel.from_local_checkpoint(str(tmp_path), {"experts"}, helper, lora_model_id=1, device="cpu")
+    manager: Any = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])))
+    manager._get_lora_layer_weights = lambda model, name: model.get_lora(name)
+    shape = SimpleNamespace(local_num_experts=4, global_num_experts=4, ep_rank=0)
+    base = ((name, np.zeros_like(x)) for name, x in model_dir.read_tensors(directory))
+    settings = adapters.settings_of(lora, directory)
+    products = dict(adapters.merge(base, made.adapter(), settings, "qwen3_moe"))
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp.experts"
+        LoRAModelManager._convert_3d_to_2d_moe_lora(manager, read, shape, place)
+        found = read.get_lora(place)
+        for a, b, kernel in zip(found.lora_a, found.lora_b, ("gate_proj", "down_proj", "up_proj"), strict=True):
+            for expert, one in enumerate(lora.scale * (b @ a)):
+                np.testing.assert_allclose(one, products[f"{place}.{expert}.{kernel}.weight"], atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
