@@ -151,13 +151,12 @@ FURTHER = "qwen3_moe-0", "deepseek_v3-0", "qwen3_next-0", "gpt_oss-0"
 )
 def test_training_follows_the_losses_of_fp32(backend: str, name: str, tmp_path: Path) -> None:
     directory, batch = write_config(CASES[name], tmp_path), batch_of_all()
-    exact, rounded = (make(backend, directory, precision) for precision in ("fp32", "fp8"))
-    before = exact.logprobs(batch), rounded.logprobs(batch)
-    gap = np.abs(before[0] - before[1]).sum() / batch.mask.sum()
-    assert 0.05 < gap < 0.4  # that of bf16 alone is 0.014
+    exact, low, rounded = (make(backend, directory, precision) for precision in ("fp32", "bf16", "fp8"))
+    gaps = [np.abs(made.logprobs(batch) - exact.logprobs(batch)).sum() for made in (low, rounded)]
+    assert 3 < gaps[1] / gaps[0] < 20  # e4m3 has 4 bits fewer than bf16
     curves: Any = np.array([[made.update(batch, sft)["loss"] for _ in range(12)] for made in (exact, rounded)])
-    assert curves[0, -1] < 0.5 * curves[0, 0]
-    np.testing.assert_allclose(curves[1], curves[0], atol=0.2)
+    assert curves[:, -1].max() < 0.5 * curves[0, 0]
+    assert np.abs(curves[1] - curves[0]).mean() < 0.1 * curves[0, 0]
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
