@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,12 +66,10 @@ def settings_of(config: LoRAConfig, base: Path, head: str = "policy") -> dict[st
     }
 
 
-def split_targets(targets: Iterable[str]) -> tuple[list[str], list[str]]:
+def split_targets(targets: Collection[str]) -> tuple[list[str], list[str]]:
     """Returns the targets that are modules, and those that are parameters of experts, sorted."""
-    modules, parameters = [], []
-    for target in sorted(targets):
-        (parameters if target.startswith(EXPERTS) else modules).append(target)
-    return modules, parameters
+    of_experts = {target for target in targets if target.startswith(EXPERTS)}
+    return sorted({*targets} - of_experts), sorted(of_experts)
 
 
 def expert_module(kernel: str, targets: Iterable[str]) -> str:
@@ -144,8 +142,10 @@ class _Part(NamedTuple):
         """Returns what is added to the tensor. inputs_first: stacked kernels are known to be
         [experts, in, out]; otherwise their shapes show it. Raises: UserError if it has another shape.
         """
+        product: np.ndarray
         if self.kernel is None:
-            return self.scale * (self.b @ self.a)
+            product = self.b @ self.a
+            return product * self.scale
         # [experts, rank, in] and [experts, out, rank]
         a = self.a.reshape(self.experts, -1, self.a.shape[1])
         b = self.b.reshape(len(self.b), -1, self.experts).transpose(2, 0, 1)
@@ -164,7 +164,7 @@ class _Part(NamedTuple):
                 product = product.transpose(0, 2, 1)
         if product.shape != shape:
             raise UserError(f"the adapter of {name} is for the shape {product.shape}, not {shape}")
-        return self.scale * product
+        return product * self.scale
 
 
 class _Parts:

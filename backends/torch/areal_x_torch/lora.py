@@ -215,7 +215,8 @@ def as_saved(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
 def merged(model: PreTrainedModel) -> Iterator[tuple[str, Stored]]:
     """Yields the tensors of the plain model, one at a time, with adapters merged into them; those of
     a layer's experts together."""
-    adapted, mixtures = {}, {}
+    adapted: dict[str, LoRALinear] = {}
+    mixtures: dict[str, tuple[str, nn.Module]] = {}
     for place, module in model.named_modules():
         if isinstance(module, LoRALinear):
             adapted[f"{place}.weight"] = module
