@@ -28,7 +28,7 @@ from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerC
 from areal_x.types import Trajectory
 from tests.model_families import CASES
 from tests.models import trajectories, write_config
-from tests.thorough import further
+from tests.thorough import further, thorough
 
 RNG = np.random.default_rng(0)
 X = (RNG.normal(size=(150, 200)) * np.exp(3 * RNG.normal(size=(150, 1)))).astype(np.float32)
@@ -69,6 +69,9 @@ def test_both_backends_round_to_the_bits_of_the_formula() -> None:
         low = compiled(X.astype(ml_dtypes.bfloat16))
         also = getattr(in_torch, name)(torch.tensor(X).bfloat16(), **more)
         np.testing.assert_array_equal(np.asarray(low, np.float32), also.float().numpy())
+    with pytest.warns(DeprecationWarning):
+        graph = torch.jit.trace(in_torch.round_tiles, (torch.ones(150, 200),), check_trace=False)
+    np.testing.assert_array_equal(graph(torch.tensor(X)).numpy(), by_blocks(X, 1, 128))
     stack = np.stack([W, -2 * W, W**3])
     each = np.stack([by_blocks(x, 128, 128) for x in stack])
     np.testing.assert_array_equal(np.asarray(in_jax.round_blocks(jax.numpy.asarray(stack))), each)
@@ -195,6 +198,31 @@ def test_the_sampler_rounds_as_the_trainer_does(backend: str, name: str, tmp_pat
     assert np.abs(found[len(prompt) :] - decoded.logprobs[0, :count]).mean() < 0.1
 
 
+@pytest.mark.parametrize(
+    "backend, name", [("torch", "qwen3_moe-0"), *further(("jax", "qwen3_moe-0"), ("jax", "deepseek_v3-0"))]
+)
+def test_kernels_of_blocks_experts_too_can_be_rounded_before_and_nothing_else(backend: str, name: str, tmp_path: Path) -> None:
+    made, batch = make(backend, write_config(CASES[name], tmp_path)), batch_of_all()
+    before = made.logprobs(batch)
+    if backend == "jax":
+        low = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), made.params["layers"])
+        rounded = in_jax.with_rounded_kernels(low)
+        made.params = {**made.params, "layers": {n: x.astype(jax.numpy.float32) for n, x in rounded.items()}}
+        kernels = {n for n, x in low.items() if (x != rounded[n]).any()}
+        assert {n for n in kernels if n.startswith("experts_")} == {"experts_gate", "experts_up", "experts_down"}
+        np.testing.assert_array_equal(made.logprobs(batch), before)
+        made.params = {**made.params, "embed": in_jax.round_blocks(made.params["embed"])}
+    else:
+        with torch.no_grad():
+            for place, p in made.model.named_parameters():
+                if p.ndim == 3 or place.endswith("_proj.weight"):
+                    p.copy_(in_torch.round_blocks(p.bfloat16()))
+            np.testing.assert_array_equal(made.logprobs(batch), before)
+            embedding = made.model.get_input_embeddings().weight
+            embedding.copy_(in_torch.round_blocks(embedding))
+    assert np.abs(made.logprobs(batch) - before).max() > 0.01
+
+
 @pytest.mark.parametrize("backend", ["torch", *further("jax")])
 def test_adapters_are_exact_beside_a_rounded_base(backend: str, tmp_path: Path) -> None:
     directory, batch = write_config(CASES["qwen3-0"], tmp_path), batch_of_all()
@@ -202,6 +230,14 @@ def test_adapters_are_exact_beside_a_rounded_base(backend: str, tmp_path: Path) 
     np.testing.assert_array_equal(made.logprobs(batch), plain.logprobs(batch))
     losses = [made.update(batch, sft)["loss"] for _ in range(8)]
     assert losses[-1] < losses[0] - 0.02
+
+
+@thorough
+def test_compiled_blocks_round_alike(tmp_path: Path) -> None:
+    directory, batch = write_config(CASES["qwen3-0"], tmp_path), batch_of_all()
+    plain, compiled = (make("torch", directory, compile=x) for x in (False, True))
+    losses = [[made.update(batch, sft)["loss"] for _ in range(3)] for made in (plain, compiled)]
+    np.testing.assert_allclose(losses[1], losses[0], atol=0.1)
 
 
 def test_other_precisions_are_refused() -> None:

@@ -70,11 +70,14 @@ def scales(
     largest: Float[Tensor, "*shape"],
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """Returns the scale of blocks with these largest magnitudes, and 1 / scale, both exact."""
-    # Not by views as integers, which torch.jit cannot trace (the sampler's graph).
-    mantissa, exponent = torch.frexp(largest.clamp(min=LEAST) / LARGEST)
-    exponent = exponent - (mantissa == 0.5).int()  # rounded up to a power of two
-    powers = POWERS.to(largest.device)
-    return powers[exponent + BIAS], powers[BIAS - exponent]
+    quotient = largest.clamp(min=LEAST) / LARGEST
+    if torch.jit.is_tracing():  # the sampler's graph, which has no views as integers
+        mantissa, exponent = torch.frexp(quotient)
+        exponent = exponent - (mantissa == 0.5).int()  # rounded up to a power of two
+        powers = POWERS.to(largest.device)
+        return powers[exponent + BIAS], powers[BIAS - exponent]
+    bits = (quotient.view(torch.int32) + 0x7FFFFF) >> 23  # the same, faster
+    return (bits << 23).view(torch.float32), ((254 - bits) << 23).view(torch.float32)
 
 
 def _rounded(blocks: Float[Tensor, "*shape"], axes: tuple[int, ...]) -> Float[Tensor, "*shape"]:
@@ -105,6 +108,7 @@ def round_blocks(
     return rounded[..., :rows, :columns]
 
 
+@torch.compiler.disable  # torch 2.13 fails at the function below if the number of tokens differs
 def product(
     x: Float[Tensor, "*_ features"],
     weight: Float[Tensor, "out features"],
