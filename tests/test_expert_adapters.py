@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -247,6 +246,22 @@ def test_ranks_and_scales_of_single_parameters_are_read_as_peft_writes_them() ->
     )
 
 
+def test_an_adapter_without_a_trainers_state_is_exported_and_what_is_no_plain_lora_is_refused(
+    directory: Path, tmp_path: Path
+) -> None:
+    made = taught("torch", directory)
+    adapters.write(tmp_path / "peft", made.adapter(), config=LORA, base=directory)  # as PEFT: neither config nor state
+    export.export(export.find(tmp_path / "peft"), tmp_path / "plain")
+    exported = dict(model_dir.read_tensors(tmp_path / "plain"))
+    for name, x in made.weights():
+        np.testing.assert_allclose(exported[name], x, rtol=0, atol=1e-6)
+    assert model_dir.read_config(tmp_path / "plain") == model_dir.read_config(directory)
+    adapter, settings = dict(made.adapter()), adapters.settings_of(LORA, directory)
+    for more, changed in (({}, {"use_dora": True}), ({}, {"peft_type": "LOHA"}), ({"base_model.model.lm_head.weight": x}, {})):
+        with pytest.raises(UserError, match="only plain LoRA can be merged here"):
+            list(adapters.merge([], (adapter | more).items(), settings | changed, "qwen3_moe"))
+
+
 @thorough
 def test_vllm_reads_each_experts_matrices_from_the_file(directory: Path, tmp_path: Path) -> None:
     """vLLM's own functions for mixtures that it holds by expert; no CPU server has adapters of experts."""
@@ -304,9 +319,7 @@ def test_peft_loads_what_was_saved_and_what_it_saves_is_read(backend: str, direc
     assert written.keys() == before.keys()
     for name, x in before.items():
         np.testing.assert_array_equal(written[name], x)
-    settings = json.loads((tmp_path / "theirs" / adapters.CONFIG).read_text())
-    merged = adapters.merge(model_dir.read_tensors(directory), written.items(), settings, "qwen3_moe")
-    model_dir.write_model(tmp_path / "merged", directory, merged)
+    export.export(export.find(tmp_path / "theirs"), tmp_path / "merged")
     before = make(backend, directory)
     before.restore(tmp_path / "ours")
     plain = make(backend, tmp_path / "merged", lora=LoRAConfig())

@@ -69,7 +69,7 @@ def test_both_backends_round_to_the_bits_of_the_formula() -> None:
         low = compiled(X.astype(ml_dtypes.bfloat16))
         also = getattr(in_torch, name)(torch.tensor(X).bfloat16(), **more)
         np.testing.assert_array_equal(np.asarray(low, np.float32), also.float().numpy())
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
         graph = torch.jit.trace(in_torch.round_tiles, (torch.ones(150, 200),), check_trace=False)
     np.testing.assert_array_equal(graph(torch.tensor(X)).numpy(), by_blocks(X, 1, 128))
     stack = np.stack([W, -2 * W, W**3])

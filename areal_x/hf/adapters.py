@@ -32,6 +32,7 @@ from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig
 
 CONFIG, WEIGHTS = model_dir.ADAPTER_CONFIG, "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # PEFT's prefix to the names of a model's modules
+MATRICES = (".lora_A.weight", ".lora_B.weight")
 # Stacked parameters of a mixture's experts, in the order in which transformers makes them.
 EXPERT_KERNELS = ("gate_up_proj", "up_proj", "down_proj")
 # Files' names of an expert's own kernel, and which half of the stacked gate_up_proj it is.
@@ -106,6 +107,13 @@ def merge(
     """
     matrices = {name.removeprefix(PEFT_PREFIX): x.astype(np.float32) for name, x in adapter}
     score = matrices.pop("score.weight", None)
+    unknown = [name for name in matrices if not name.endswith(MATRICES)]
+    unknown += [name for name in ("use_dora", "fan_in_fan_out") if settings.get(name)]
+    if unknown or settings.get("peft_type", "LORA") != "LORA":
+        raise UserError(
+            f"the adapter has {unknown[0] if unknown else settings['peft_type']}, and only plain LoRA can be"
+            " merged here: merge it with PEFT"
+        )
     parts, used = _Parts(matrices, settings), set()
     for name, tensor in base:
         if score is not None and name.removesuffix(".weight") in ("score", "lm_head"):
