@@ -11,6 +11,7 @@ rounded numbers are computed in bf16, with sums in fp32, on any device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -121,7 +122,7 @@ def product(
     with torch.autocast(kind, enabled=False):
         x, low = x.to(dtype), weight.to(dtype)
         if torch.is_grad_enabled():
-            y = _Product.apply(x, low if rounded else _StraightBlocks.apply(low))
+            y = _Product.apply(x, low if rounded else _Straight.apply(low, round_blocks))
         else:  # torch.jit cannot trace the function
             y = linear(round_tiles(x), low if rounded else round_blocks(low))
         return y if bias is None else y + bias.to(dtype)
@@ -136,8 +137,8 @@ def grouped_product(
     """`experts.grouped`; the gradient of the kernels is a product of the other two's tiles."""
     if not torch.is_grad_enabled():
         return grouped(round_tiles(x), kernels if rounded else round_blocks(kernels), sizes)
-    own = kernels if rounded else _StraightBlocks.apply(kernels)
-    y: Tensor = _OfGradient.apply(grouped(_StraightTiles.apply(x), own, sizes))
+    own = kernels if rounded else _Straight.apply(kernels, round_blocks)
+    y: Tensor = _OfGradient.apply(grouped(_Straight.apply(x, round_tiles), own, sizes))
     return y
 
 
@@ -158,26 +159,16 @@ class _Product(torch.autograd.Function):
         return d_x, of_outputs.T @ of_inputs
 
 
-class _StraightBlocks(torch.autograd.Function):
+class _Straight(torch.autograd.Function):
     """Rounding whose gradient is that of no rounding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return round_blocks(x)
+    def forward(ctx: Any, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        return how(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _StraightTiles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return round_tiles(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _OfGradient(torch.autograd.Function):
