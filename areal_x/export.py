@@ -3,9 +3,9 @@
     python -m areal_x.export runs/arithmetic-lora-1 my-model
     python -m areal_x.export runs/arithmetic-lora-1/checkpoints/50 my-model
 
-The first argument is a run, whose newest checkpoint is used, a checkpoint, or the trainer's directory
-in one. Adapters are merged into their base model, which must still be where it was; the optimizer's
-state is left out.
+The first argument is a run, whose newest checkpoint is used, a checkpoint, the trainer's directory
+in one, or an adapter that PEFT saved. Adapters are merged into their base model, which must still be
+where it was; the optimizer's state is left out.
 """
 
 from __future__ import annotations
@@ -58,10 +58,17 @@ def export(source: Path, directory: Path) -> None:
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        model_dir.write_model(unfinished, source, tensors_of(source))
+        model_dir.write_model(unfinished, files_of(source), tensors_of(source))
         unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def files_of(source: Path) -> Path:
+    """Returns the directory of the model's config and tokenizer: of an adapter of PEFT's, its base's."""
+    if (source / "config.json").is_file() or not model_dir.is_adapter(source):
+        return source
+    return model_dir.resolve(adapters.read_config(source)["base_model_name_or_path"])
 
 
 def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -71,13 +78,16 @@ def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
         return model_dir.read_tensors(source)
     found = adapters.read_config(source)
     base = model_dir.resolve(found["base_model_name_or_path"])
-    if model_dir.read_trainer_state(source).get("base") != adapters.fingerprint(base):
+    of_trainer = (source / model_dir.STATE).is_file()
+    if of_trainer and model_dir.read_trainer_state(source).get("base") != adapters.fingerprint(
+        base
+    ):
         raise UserError(
             f"{base} is not the base model with which the adapters of {source} were trained: restore"
             " that model there"
         )
-    scale = found["lora_alpha"] / found["r"]
-    return adapters.merge(model_dir.read_tensors(base), adapters.read(source), scale)
+    model_type = model_dir.read_config(base)["model_type"]
+    return adapters.merge(model_dir.read_tensors(base), adapters.read(source), found, model_type)
 
 
 def find(source: Path) -> Path:
@@ -93,7 +103,7 @@ def find(source: Path) -> Path:
                 raise UserError(f"{place} is damaged ({damage}): use another checkpoint")
     if (source / "trainer").is_dir():
         source = source / "trainer"
-    if not (source / model_dir.STATE).is_file():
+    if not (source / model_dir.STATE).is_file() and not model_dir.is_adapter(source):
         raise UserError(
             f"{source} is neither a run nor a checkpoint: name runs/NAME or runs/NAME/checkpoints/STEP"
         )

@@ -249,7 +249,7 @@ class Settings:
         if self.colocate:
             self._check_colocate()
         if self.engine == "vllm":
-            check_run(self.vllm, self.backend, self.cluster == HERE, self.trainer.lora.rank)
+            check_run(self.vllm, self.backend, self.cluster == HERE, self.trainer.lora.served_rank)
         if self.engine == "sglang":
             sampling = self.workflow.sampling_params()
             check_sglang_run(self.sglang, self.cluster == HERE, self.placement.shards, sampling)

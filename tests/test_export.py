@@ -55,7 +55,7 @@ def test_a_base_in_bf16_stays_in_bf16_and_is_rounded_once() -> None:
     base = {f"{KERNEL}.weight": np.full((1, 1), 1.0, bfloat16)}
     factors = {"A": np.float32([[1.0], [1.0]]), "B": np.float32([[0.003, 0.003]])}  # each alone would be rounded away
     adapter = {f"{PEFT_PREFIX}.lora_{x}.weight": value for x, value in factors.items()}
-    ((_, merged),) = adapters.merge(base.items(), adapter.items(), 1.0)
+    ((_, merged),) = adapters.merge(base.items(), adapter.items(), {"r": 2, "lora_alpha": 2.0}, "llama")
     assert merged.dtype == bfloat16
     assert merged == bfloat16(1.006)
     assert merged != 1

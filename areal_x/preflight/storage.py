@@ -56,7 +56,7 @@ def check_staging(settings: Settings, config: FleetConfig, model: Model, on_cpu:
     parent = Path(staging) if staging else default_parent()
     check_writable(binding, parent)
     free = shutil.disk_usage(nearest_existing(parent)).free
-    if settings.trainer.lora.rank:
+    if settings.trainer.lora.served_rank:
         return f"{parent} can be written; {format_bytes(free)} are free"
     needed = staged_bytes(settings, model, on_cpu)
     if needed > free:

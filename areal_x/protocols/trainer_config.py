@@ -186,6 +186,9 @@ class ModelConfig:
     specific to a backend."""
 
 
+EXPERTS = "experts."  # how the names of stacked kernels of experts begin, in `lora.targets`
+
+
 @gin.configurable("lora")
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -212,7 +215,9 @@ class LoRAConfig:
         "up_proj",
         "down_proj",
     )
-    """Hugging Face names of the kernels that get adapters; experts and routers cannot."""
+    """Hugging Face names of the kernels that get adapters. A mixture's experts are stacked in the
+    parameters "experts.gate_up_proj" and "experts.down_proj": each expert gets an adapter of its
+    own. Routers cannot."""
 
     def __post_init__(self) -> None:
         at_least("lora.rank", self.rank, 0)
@@ -223,6 +228,13 @@ class LoRAConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def served_rank(self) -> int:
+        """Rank of the adapters that servers load; 0 if whole weights are published: without
+        adapters, or with adapters of experts, which are merged into them."""
+        of_experts = any(target.startswith(EXPERTS) for target in self.targets)
+        return 0 if of_experts else self.rank
 
 
 HEADS = ("policy", "value", "reward")
@@ -260,7 +272,9 @@ class TrainerConfig:
     """Low-rank adapters."""
 
     precision: str = "auto"
-    """"fp32", "bf16" (bf16 compute over fp32 master weights) or "auto" (fp32 on CPU, else bf16)."""
+    """"fp32", "bf16" (bf16 compute over fp32 master weights), "auto" (fp32 on CPU, else bf16) or
+    "fp8": like "bf16", but the numbers of products with kernels of decoder blocks are rounded to e4m3
+    in blocks, in both passes, as DeepSeek-V3 trains (arXiv 2412.19437)."""
 
     micro_batch_rows: int = 8
     """Rows computed at once on one device; gradients of the others are accumulated."""
@@ -342,7 +356,7 @@ class TrainerConfig:
             raise ConfigError("trainer.checkpoint", "sharded", wanted)
         one_of("trainer.remat", self.remat, ("auto", "layers", "attention", "products"))
         at_least("trainer.balance", self.balance, 0)
-        one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
+        one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16", "fp8"))
         one_of("trainer.head", self.head, HEADS)
         positive("trainer.micro_batch_rows", self.micro_batch_rows)
         at_least("trainer.head_chunk", self.head_chunk, 0)
@@ -378,4 +392,4 @@ class CriticConfig:
 
 def bytes_per_parameter(config: TrainerConfig, on_cpu: bool) -> int:
     """Bytes per parameter in the compute precision, in which weights are also published."""
-    return {"fp32": 4, "bf16": 2}.get(config.precision, 4 if on_cpu else 2)
+    return {"fp32": 4, "bf16": 2, "fp8": 2}.get(config.precision, 4 if on_cpu else 2)

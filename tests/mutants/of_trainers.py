@@ -179,11 +179,16 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "areal_x/hf/adapters.py",
-        ("tests/test_export.py", "tests/jax/test_lora.py", "tests/torch/test_lora.py"),
+        ("tests/test_export.py", "tests/test_expert_adapters.py", "tests/jax/test_lora.py", "tests/torch/test_lora.py"),
         (
             "an exported adapter is scaled twice",
-            "np.float32(scale) * (b @ a))",
-            "np.float32(scale) ** 2 * (b @ a))",
+            "            return product * self.scale",
+            "            return product * self.scale**2",
+        ),
+        (
+            "the files of experts' adapters have the two kernels' matrices in each other's place",
+            "len(own) - 1 - own.index(kernel)",
+            "own.index(kernel)",
         ),
     ),
     *planted(
@@ -198,6 +203,29 @@ MUTANTS: list[Mutant] = [
             "torch: adapters change the model before they have learned",
             "                layer.lora_B.weight.zero_()",
             "                layer.lora_B.weight.fill_(0.01)",
+        ),
+    ),
+    *planted(
+        TORCH + "fp8.py",
+        ("tests/test_fp8.py",),
+        (
+            "torch: fp8: the gradient is not rounded",
+            "d_x = round_tiles(gradient) @ rounded",
+            "d_x = gradient @ rounded",
+        ),
+        (
+            "torch: fp8: experts are not rounded",
+            "            module.multiply = grouped_product\n",
+            "            pass\n",
+        ),
+    ),
+    *planted(
+        JAX + "fp8.py",
+        ("tests/test_fp8.py",),
+        (
+            "JAX: fp8: a scale is rounded to the nearest power of two",
+            "exponent = (bits + 0x7FFFFF) >> 23",
+            "exponent = (bits + 0x3FFFFF) >> 23",
         ),
     ),
     *planted(

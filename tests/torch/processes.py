@@ -1,5 +1,5 @@
 """One of several processes of a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, the
-directories of a model and perhaps of its teacher, MeshConfig's fields, and perhaps a lora.rank and changes of TrainerConfig's.
+directories of a model and perhaps of its teacher, MeshConfig's fields, and perhaps those of LoRAConfig and of TrainerConfig.
 
 For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
 in both forms, where that is there. All processes do the same; the first one writes what it found to FOLDER.
@@ -79,10 +79,10 @@ def trainer_of(directory: str, mesh: dict[str, int], **changes: Any) -> Trainer:
 
 
 def models_of(
-    directory: str, mesh: dict[str, int], teacher: str | None, rank: int, form: str, changes: dict[str, Any]
+    directory: str, mesh: dict[str, int], teacher: str | None, lora: dict[str, Any], form: str, changes: dict[str, Any]
 ) -> Models:
     taught = {} if teacher is None else {"teacher": teacher, "divergence": partial(generalized_jsd, beta=0.5)}
-    learns = {"lora": LoRAConfig(rank=rank, alpha=8.0)}
+    learns = {"lora": LoRAConfig(alpha=8.0, **lora)}
     policy = trainer_of(directory, mesh, checkpoint=form, entropy=True, **taught, **learns, **changes)
     rows = {"micro_batch_rows": policy.config.micro_batch_rows}
     reference = trainer_of(directory, mesh, frozen=True, **rows)
@@ -153,9 +153,10 @@ def main(to: str, *asked: str) -> None:
         join(processes)
     for mesh in meshes:
         name, directory, teacher = mesh.pop("name"), mesh.pop("directory"), mesh.pop("teacher", None)
-        rank, changes = mesh.pop("rank", 0), mesh.pop("changes", {})
-        form = "portable" if rank else "sharded"
-        models = models_of(directory, mesh, teacher, rank, form, changes)
+        lora, changes = mesh.pop("lora", {}), mesh.pop("changes", {})
+        lora |= {name: tuple(x) for name, x in lora.items() if name == "targets"}
+        form = "portable" if lora else "sharded"
+        models = models_of(directory, mesh, teacher, lora, form, changes)
         loss = ONE if teacher is None else TAUGHT
         found = ask(models, loss, folder, name, form, sees="vision_config" in read_config(Path(directory)))
         if IS_FIRST:

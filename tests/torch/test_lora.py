@@ -151,7 +151,7 @@ def test_targets_that_the_model_has_not_are_refused_before_it_is_read(tiny_model
         make(tiny_model_dir, lora=LoRAConfig(3, 6.0, ("q_proj", "qkv_proj")))
 
 
-def test_neither_experts_nor_the_head_nor_what_sees_can_have_adapters():
+def test_neither_shared_experts_nor_the_head_nor_what_sees_can_have_adapters():
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}

@@ -54,6 +54,8 @@ MESHES = {
     "biased-experts": ("sinks-moe", {"fsdp": 2, "expert": 2}),
     "latent-tensor": ("sigmoid-moe", {"fsdp": 2, "tensor": 2}),
     "mixture-fsdp-tensor": ("moe", {"fsdp": 2, "tensor": 2}),
+    "experts-adapters": ("moe-adapted", {"expert": 2, "tensor": 2}),
+    "experts-adapters-fsdp": ("moe-adapted", {"fsdp": 2, "expert": 2}),
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
     "hybrid-context": ("hybrid", {"fsdp": 2, "context": 2}),
     "hybrid-experts": ("hybrid-moe", {"context": 2, "expert": 2}),
@@ -62,18 +64,23 @@ MESHES = {
     "stages-experts": ("sigmoid-moe", {"stage": 2, "expert": 2}),
     "stages-context": ("sinks-moe", {"stage": 2, "context": 2}),
     "stages-hybrid-adapters": ("hybrid-adapted", {"stage": 2, "fsdp": 2}),
+    "stages-expert-adapters": ("moe-adapted", {"stage": 2, "expert": 2}),
     "four-stages": ("deep", {"stage": 4}),
 }
 FIRST = ("fsdp", "distilled", "stages")
 CASES = [*FIRST, *further(*(mesh for mesh in MESHES if mesh not in FIRST))]
 TOGETHER = ("data", "fsdp", "expert", "context", "tensor", "stage")  # axes that take processes
+# Models that are others' under a second name.
+SAME = {"taught": "qwen3", "adapted": "qwen2", "adapted-seeing": "qwen2_5_vl", "hybrid-adapted": "hybrid"}
+SAME |= {"moe-adapted": "shared-moe"}
 # What else is asked of a model, by its name.
 MORE: dict[str, dict[str, Any]] = {
     "taught": {"teacher": "qwen2"},
     "gemma": {"changes": {"remat": "layers"}},
-    "adapted": {"rank": 3},
-    "adapted-seeing": {"rank": 3},
-    "hybrid-adapted": {"rank": 3},
+    "adapted": {"lora": {"rank": 3}},
+    "adapted-seeing": {"lora": {"rank": 3}},
+    "moe-adapted": {"lora": {"rank": 3, "targets": ("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")}},
+    "hybrid-adapted": {"lora": {"rank": 3}},
 }
 
 # 6 experts, of which 4 processes have no even part, in both of two layers.
@@ -120,7 +127,7 @@ def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: p
     write_config(HYBRID_MOE, folder / "hybrid-moe")
     write_random("qwen3_vl", folder / "qwen3_vl")
     write_random("qwen2_5_vl", folder / "qwen2_5_vl")
-    for name, of in (("taught", "qwen3"), ("adapted", "qwen2"), ("adapted-seeing", "qwen2_5_vl"), ("hybrid-adapted", "hybrid")):
+    for name, of in SAME.items():
         (folder / name).symlink_to(folder / of)
     find(folder, 1, {f"one-{model}": (model, {}) for model, _ in meshes.values()})
     for name, (model, _) in meshes.items():

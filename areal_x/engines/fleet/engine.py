@@ -112,7 +112,7 @@ class FleetEngine(Engine, Generic[C]):
         self.context = config.context or model_context(model, config.binding)
         self.concurrency = config.requests
         self.version = 0
-        self.lora = lora if lora is not None and lora.rank else None
+        self.lora = lora if lora is not None and lora.served_rank else None
         self.supervisor = Supervisor(
             config,
             report,

@@ -152,6 +152,9 @@ class Architecture:
     logit_softcap: float = 0.0
     """The same for logits."""
 
+    fp8: bool = False
+    """True if products with kernels of layers are of numbers rounded to fp8 (areal_x_jax.fp8)."""
+
     experts: Experts | None = None
 
     latent: Latent | None = None

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax import routers
+from areal_x_jax import fp8, routers
 from areal_x_jax.architecture import Experts
 from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import Partitioner
@@ -68,7 +68,8 @@ def mixture(
 ) -> Float[Array, "rows length hidden"]:
     """Returns the weighted sum of the chosen experts' outputs. layer: experts_gate, experts_up
     [experts, hidden, intermediate] and experts_down; with `clamp` (see `Experts`) experts_gate_up,
-    whose gates and ups alternate, and experts_down, both with biases."""
+    whose gates and ups alternate, and experts_down, both with biases. Each expert's adapters, if the
+    layer has them, are those of gate and up together, and of down."""
     own = {
         name.removeprefix("experts_"): value
         for name, value in layer.items()
@@ -114,12 +115,24 @@ def grouped(
     sizes = jnp.bincount(which, length=here).astype(jnp.int32)
 
     def product(x: Array, name: str) -> Array:
-        y = jax.lax.ragged_dot(x, own[name], sizes)
+        kernels = own[name]
+        multiply = fp8.ragged_dot if isinstance(kernels, fp8.Kernel) else jax.lax.ragged_dot
+        y = multiply(x, kernels, sizes)
+        y = y + adapted(x, name) if f"{name}_lora_a" in own else y
         return y + own[f"{name}_bias"][which[order]] if f"{name}_bias" in own else y
+
+    def adapted(x: Array, name: str) -> Array:
+        """What adapters add to a product: their scale is in lora_b."""
+        small = jax.lax.ragged_dot(x, own[f"{name}_lora_a"], sizes)
+        return jax.lax.ragged_dot(small, own[f"{name}_lora_b"], sizes)
 
     sorted_tokens = tokens[order // per_token]
     if clamp is None:
-        inner = activation(product(sorted_tokens, "gate")) * product(sorted_tokens, "up")
+        gate, up = product(sorted_tokens, "gate"), product(sorted_tokens, "up")
+        if "gate_up_lora_a" in own:
+            of_gate, of_up = jnp.split(adapted(sorted_tokens, "gate_up"), 2, axis=-1)
+            gate, up = gate + of_gate, up + of_up
+        inner = activation(gate) * up
     else:
         inner = clamped(product(sorted_tokens, "gate_up"), *clamp)
     outputs = product(inner, "down")

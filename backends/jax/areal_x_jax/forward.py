@@ -17,7 +17,7 @@ from jaxtyping import Array, Float32, Int
 
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_jax import head, lora
+from areal_x_jax import fp8, head, lora
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.model import ImageFeatures, head_kernel, hidden_states
 from areal_x_jax.parameters import EXACT, FIXED, Params
@@ -126,6 +126,8 @@ class Forward:
             lambda path, x: jnp.array(x, None if path[-1] in fixed else self.dtype, copy=True),
             params,
         )
+        if self.arch.fp8:
+            copied["layers"] = fp8.with_rounded_kernels(copied["layers"])
         return copied
 
     def _with_base(self, params: Params, base: Params | None) -> Params:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_x.engines.kept_bits import kept_in
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
-from areal_x_jax import kv_cache, recurrent_cache
+from areal_x_jax import fp8, kv_cache, recurrent_cache
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import group_sinks, softcapped
 from areal_x_jax.kv_cache import KVCache
@@ -107,6 +107,12 @@ def unstack_layers(params: Params, arch: Architecture) -> Params:
     return {**params, "layers": layers}
 
 
+def _layers(arch: Architecture, params: Params) -> list[Params]:
+    """Returns unstacked layers, whose kernels are rounded already if products are in fp8."""
+    layers: list[Params] = params["layers"]
+    return [fp8.marked(layer, rounded=True) for layer in layers] if arch.fp8 else layers
+
+
 def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) -> SlotCache:
     """Writes the keys and values of the chunk's tokens, and the states after its pieces."""
     x, rotations = embed(arch, params, chunk.tokens), position_rotations(arch, chunk.positions)
@@ -115,7 +121,7 @@ def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) 
     before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
     fresh, states = [], []
     kv, before_chunk = iter(cache.kv), iter(cache.states)
-    for i, layer in enumerate(params["layers"]):
+    for i, layer in enumerate(_layers(arch, params)):
         if "a_log" in layer:
             attended, state = recurrent_cache.prefill(arch, layer, x, next(before_chunk), chunk)
             states.append(state)
@@ -241,7 +247,7 @@ def forward(
     }
     written, states = [], []
     kv, before = iter(cache.kv), iter(cache.states)
-    for i, layer in enumerate(params["layers"]):
+    for i, layer in enumerate(_layers(arch, params)):
         if "a_log" in layer:
             attended, state = recurrent_cache.advance(
                 arch, layer, x, next(before), rows.length == 1

@@ -30,7 +30,7 @@ def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture
     there = adapter_targets(arch)
     unknown = [target for target in config.targets if target not in there]
     if unknown:
-        experts = " (experts and their router can have no adapters)" if arch.experts else ""
+        experts = " (the router of experts can have none)" if arch.experts else ""
         wanted = (
             f"without {', '.join(unknown)}, as this model's kernels that can have adapters are"
             f" {', '.join(there)}{experts}"
@@ -51,7 +51,7 @@ def init_adapters(trained: Architecture, seed: int, shardings: Params) -> Params
             if name.endswith("_lora_a"):
                 key = jax.random.fold_in(jax.random.key(seed), index)
                 params["layers"][name] = (
-                    jax.random.uniform(key, x.shape, minval=-1.0, maxval=1.0) * x.shape[1] ** -0.5
+                    jax.random.uniform(key, x.shape, minval=-1.0, maxval=1.0) * x.shape[-2] ** -0.5
                 )
         return params
 
@@ -80,7 +80,13 @@ def merge(
 
 def merged(base: Params, adapters: Params, scale: float) -> Params:
     """Returns the decoder with the adapters merged into it."""
-    own = adapters["layers"]
+    own = {**adapters["layers"]}
+    if "experts_gate" in base["layers"] and "experts_gate_up_lora_a" in own:
+        a, both = own["experts_gate_up_lora_a"], own["experts_gate_up_lora_b"]
+        for name, b in zip(
+            ("experts_gate", "experts_up"), jnp.split(both, 2, axis=-1), strict=True
+        ):
+            own |= {f"{name}_lora_a": a, f"{name}_lora_b": b}
 
     def whole(name: str, kernel: Array) -> Array:
         return (

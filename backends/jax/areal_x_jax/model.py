@@ -23,7 +23,15 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from areal_x_jax import attention, delta_rule, experts, latent_attention, layer_scan, pipeline
+from areal_x_jax import (
+    attention,
+    delta_rule,
+    experts,
+    fp8,
+    latent_attention,
+    layer_scan,
+    pipeline,
+)
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.blocked_attention import KEPT
 from areal_x_jax.delta_rule import Inputs
@@ -135,6 +143,7 @@ def hidden_states(
         def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
             weights, ((window, rope_index, depth), chosen) = of_layer
             weights = partitioner.gathered(weights, axes)
+            weights = fp8.marked(weights) if scanned.fp8 else weights
             if "a_log" in weights:
                 attended = recur(arch, weights, x, segment_ids, partitioner)
             else:
@@ -437,7 +446,8 @@ def gated_mlp(layer: Params, prefix: str, x: Array, activation: Callable[[Array]
 def affine(layer: Params, name: str, x: Array) -> Array:
     """Applies a kernel, with its adapter and bias if the layer has them (an adapter's scale is in
     its lora_b)."""
-    y = linear(x, layer[name])
+    kernel = layer[name]
+    y = fp8.linear(x, kernel) if isinstance(kernel, fp8.Kernel) else linear(x, kernel)
     if f"{name}_lora_a" in layer:
         y = y + linear(linear(x, layer[f"{name}_lora_a"]), layer[f"{name}_lora_b"])
     y = checkpoint_name(y, PRODUCT)

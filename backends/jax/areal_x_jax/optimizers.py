@@ -27,7 +27,7 @@ from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.parameters import FIXED, Params, layer_leaves
 from areal_x_jax.sharding import addressable, put_sharded
-from areal_x_jax.weights import places, saved_name, write_into_stack
+from areal_x_jax.weights import from_file, places, saved_name, to_file, write_into_stack
 
 STACKS = DictKey("layers"), DictKey("deepstack")
 # Muon's constants, as in its reference and torch.optim.Muon: the quintic's coefficients, its steps,
@@ -265,7 +265,7 @@ class MomentPlace(NamedTuple):
     path: tuple[str, ...]
     index: tuple[int, ...]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     tensor: tuple[int, ...]  # shape in a file
-    transposed: bool
+    order: tuple[int, ...] | None  # see areal_x_jax.weights.Place
 
 
 IN_FILES = {"trace": "trace", "mu": "exp_avg", "nu": "exp_avg_sq", "row": "row", "column": "column"}
@@ -274,9 +274,13 @@ ACROSS = {"row": "column", "column": "row"}  # names in files for transposed ker
 
 def portable(config: OptimizerConfig, arch: Architecture) -> bool:
     """True if a state can be saved as moments of single tensors, for any backend. AdamW's always
-    can. Muon and Adafactor compute with matrices: torch joins the tensors of a mixture's experts,
-    and makes other matrices of kernels of more than two axes: a vision tower's, a convolution's."""
-    mixture = any("{expert}" in leaf.name for leaf in layer_leaves(arch).values())
+    can. Muon and Adafactor compute with matrices: torch joins the tensors of a mixture's experts, PEFT
+    those of their adapters, and torch makes other matrices of kernels of more than two axes: a vision
+    tower's, a convolution's."""
+    mixture = any(
+        "{expert}" in leaf.name or {"experts", "rank"} <= {*leaf.axes}
+        for leaf in layer_leaves(arch).values()
+    )
     tower = arch.vision is not None and arch.adapters is None
     convolves = arch.delta is not None and arch.adapters is None
     return config.name == "adamw" or not (mixture or tower or convolves)
@@ -295,10 +299,11 @@ def moment_places(arch: Architecture, state: Any) -> dict[str, MomentPlace]:
             if (which, place.path) not in leaves:
                 continue
             own = leaves[which, place.path][len(place.index) :]
-            of_file = ACROSS.get(in_file, in_file) if place.transposed else in_file
-            whole = place.tensor if which not in ACROSS else own[::-1] if place.transposed else own
+            of_file = in_file if place.order is None else ACROSS.get(in_file, in_file)
+            across = own if place.order is None else own[::-1]
+            whole = across if which in ACROSS else place.tensor
             found[f"{of_file}.{name}"] = MomentPlace(
-                which, place.path, place.index, whole, place.transposed
+                which, place.path, place.index, whole, place.order
             )
     return found
 
@@ -320,7 +325,7 @@ def moment_tensors(
     def in_file(own: MomentPlace) -> np.ndarray:
         whole = leaves[own.moment, own.path]
         value = fetched(whole[own.index] if own.index else whole)
-        return np.ascontiguousarray(value.T if own.transposed else value).reshape(own.tensor)
+        return np.ascontiguousarray(to_file(value, own.order, own.tensor)).reshape(own.tensor)
 
     if portable(config, arch):
         for name, place in moment_places(arch, state).items():
@@ -367,8 +372,7 @@ def _read_portable(arch: Architecture, state: Any, shardings: Any, directory: Pa
         if own is None or own.tensor != x.shape:
             raise UserError(f"{source} is of another model: its {given} has no place in this one")
         old, at = leaves[own.moment, own.path]
-        flat = x if own.moment in ACROSS or x.ndim < 2 else x.reshape(len(x), -1)
-        value = np.asarray(flat.T if own.transposed else flat).astype(old.dtype)
+        value = from_file(x, own.order, old.shape[len(own.index) :]).astype(old.dtype)
         if not np.isfinite(value).all():
             raise UserError(
                 f"{source}: {given} holds numbers that are not finite: the file is damaged"

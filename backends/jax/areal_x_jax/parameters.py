@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from areal_x.hf.adapters import PEFT_PREFIX
+from areal_x.hf.adapters import PEFT_PREFIX, expert_module
+from areal_x.protocols.trainer_config import EXPERTS
 from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.delta_rule import DeltaRule
 from areal_x_jax.families import LATENTS, MLP, OUT, QKV
@@ -97,11 +98,16 @@ class Leaf:
         return self.name.split(".")[-2]
 
     @property
-    def transposed(self) -> bool:
-        as_stored = {"vocab", "vision_positions", "one"}
-        if "{expert}" not in self.name:
-            as_stored.add("experts")
-        return len(self.axes) > 1 and self.axes[0] not in as_stored
+    def order(self) -> tuple[int, ...] | None:
+        """The order of its axes, but for that of an expert's number, in a file; None if it is this
+        one."""
+        if "{expert}" not in self.name and self.axes[0] == "experts":
+            if "rank" not in self.axes:
+                return None
+            # Of adapters, PEFT joins the experts' rows of A, and their columns of B (hf.adapters).
+            return (0, 2, 1) if self.axes[2] == "rank" else (2, 1, 0)
+        as_stored = self.axes[0] in ("vocab", "vision_positions", "one")
+        return None if len(self.axes) == 1 or as_stored else (1, 0)
 
 
 def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
@@ -247,25 +253,46 @@ ADAPTABLE = (
     *(f"delta_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a", "o")),
     *("gate", "up", "gate_up", "down"),
 )
+# Kernels of experts by transformers' names, which stack them; gate and up are one there.
+OF_EXPERTS = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}
 
 
 def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
-    """Returns the kernels that can have adapters. Experts and their routers cannot."""
+    """Returns the kernels that can have adapters. Routers cannot."""
     leaves = layer_leaves(replace(arch, adapters=None))
-    return tuple(name for name in ADAPTABLE if name in leaves)
+    of_experts = tuple(OF_EXPERTS) if arch.experts else ()
+    return (*(name for name in ADAPTABLE if name in leaves), *of_experts)
 
 
 def adapter_targets(arch: Architecture) -> dict[str, str]:
-    """Returns the kernels that can have adapters by PEFT's names of their modules ("q_proj", …)."""
+    """Returns the kernels that can have adapters by PEFT's names of their modules ("q_proj", …), or
+    of experts' parameters ("experts.down_proj")."""
     leaves = layer_leaves(replace(arch, adapters=None))
-    return {leaves[kernel].module: kernel for kernel in adaptable_kernels(arch)}
+    return {
+        EXPERTS + OF_EXPERTS[kernel] if kernel in OF_EXPERTS else leaves[kernel].module: kernel
+        for kernel in adaptable_kernels(arch)
+    }
 
 
 def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf]:
     """Returns the adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and
-    q_lora_b [rank, query] for q."""
+    q_lora_b [rank, query] for q; of experts' kernels each with the experts before these axes."""
     decoder, found = layer_leaves(replace(arch, adapters=None)), {}
+    kernels = tuple(kernels)
     for kernel in kernels:
+        if kernel in OF_EXPERTS:
+            stack = decoder["experts_down"].stack
+            targets = [EXPERTS + OF_EXPERTS[x] for x in kernels if x in OF_EXPERTS]
+            module = f"mlp.experts{expert_module(OF_EXPERTS[kernel], targets)}"
+            into, out = (
+                ("hidden", "expert_gate_and_up")
+                if kernel == "experts_gate_up"
+                else ("expert_intermediate", "hidden")
+            )
+            a, b = ("experts", into, "rank"), ("experts", "rank", out)
+            found[f"{kernel}_lora_a"] = Leaf(f"{module}.lora_A.weight", a, stack)
+            found[f"{kernel}_lora_b"] = Leaf(f"{module}.lora_B.weight", b, stack)
+            continue
         of = decoder[kernel]
         module, (into, out) = of.name.removesuffix(".weight"), of.axes
         found[f"{kernel}_lora_a"] = Leaf(f"{module}.lora_A.weight", (into, "rank"), of.stack)

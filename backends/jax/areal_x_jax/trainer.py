@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -84,12 +85,13 @@ class Trainer(HuggingFaceTrainer):
         self.whole_rows = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
         on_cpu = jax.local_devices()[0].platform == "cpu"
         precision = {"auto": "fp32" if on_cpu else "bf16"}.get(config.precision, config.precision)
-        self.dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
+        self.dtype = jnp.float32 if precision == "fp32" else jnp.bfloat16
         if precision == "fp32":
             compute_in_fp32(jax.local_devices()[0].platform)
         self.directory = model_dir.resolve(config.model.path)
         model_dir.check_head(self.directory, config.head)
-        self.arch = read_architecture(model_dir.read_config(self.directory), config.head)
+        arch = read_architecture(model_dir.read_config(self.directory), config.head)
+        self.arch = replace(arch, fp8=precision == "fp8")
         check_sharing(config.share_prompts, self.directory, self.arch)
         if config.replay_experts and self.arch.experts is None:
             wanted = f"False with {self.directory}, which has no experts"
@@ -196,7 +198,9 @@ class Trainer(HuggingFaceTrainer):
             return to_tensors(self.arch, self.params, self.dtype, mine)
         # A score is trained in full and only in params; all else is the base's.
         base = to_tensors(self.arch, {**self.params, **self.base})
-        merged = adapter_files.merge(base, self.adapter(), self.config.lora.scale)
+        config = model_dir.read_config(self.directory)
+        settings = adapter_files.settings_of(self.config.lora, self.directory, self.config.head)
+        merged = adapter_files.merge(base, self.adapter(), settings, config["model_type"])
         fixed = {name for name, place in places(self.arch).items() if place.path[-1] in FIXED}
         cast = (
             (name, tensor if name in fixed else tensor.astype(self.dtype))
@@ -209,9 +213,12 @@ class Trainer(HuggingFaceTrainer):
         process's first device. With the transport "nccl": experimental."""
         import torch
 
+        params = self.params
         if self.base is not None:
-            raise NotImplementedError("adapters are published through files")
-        for name, x in to_arrays(self.arch, self.params, self.dtype):
+            if self.config.lora.served_rank:
+                raise NotImplementedError("adapters are published through files")
+            params = lora.merged(self.base, self.params, self.config.lora.scale)
+        for name, x in to_arrays(self.arch, params, self.dtype):
             yield name, torch.from_dlpack(addressable(x))
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:

@@ -42,12 +42,12 @@ from areal_x_jax.vision_architecture import MODULES
 @dataclass(frozen=True)
 class Place:
     """The place of a tensor: path of its leaf, index in the stack (a layer, or a layer and an
-    expert), whether it is stored transposed (a convolution's kernel after joining all axes but the
-    first), and the tensor's own shape."""
+    expert), the order of the leaf's axes in the tensor, some of which are joined or split there (None
+    if they are the same), and the tensor's own shape."""
 
     path: tuple[str, ...]
     index: tuple[int, ...]
-    transposed: bool
+    order: tuple[int, ...] | None
     tensor: tuple[int, ...]
 
 
@@ -58,10 +58,14 @@ def places(arch: Architecture) -> dict[str, Place]:
 
     def place(path: tuple[str, ...], leaf: Leaf, *index: int) -> Place:
         tensor = tuple(sizes[axis] for axis in leaf.axes["{expert}" in leaf.name :])
-        tensor = tensor[::-1] if leaf.transposed else tensor
+        if leaf.order is not None:
+            tensor = tuple(tensor[axis] for axis in leaf.order)
+        if len(tensor) == 3 and "rank" in leaf.axes:  # of experts' adapters
+            a, b, c = tensor
+            tensor = (a * b, c) if leaf.axes[2] == "rank" else (a, b * c)
         if leaf.axes[0] == "delta_width":  # each channel has a kernel of its own
             tensor = tensor[0], 1, tensor[1]
-        return Place(path, index, leaf.transposed, tensor)
+        return Place(path, index, leaf.order, tensor)
 
     outside = other_leaves(arch)
     if "embed" in outside:
@@ -92,6 +96,18 @@ def places(arch: Architecture) -> dict[str, Place]:
         kernel = f"{MODULES[arch.vision.family][1]}.patch_embed.proj.weight"
         found[kernel] = replace(found[kernel], tensor=(arch.vision.hidden, *arch.vision.patch))
     return found
+
+
+def to_file(x: Any, order: tuple[int, ...] | None, shape: tuple[int, ...]) -> Any:
+    """Returns an array, of numpy or JAX, as it stands in a file, with this shape. order: see `Place`."""
+    return x if order is None else x.transpose(order).reshape(shape)
+
+
+def from_file(x: np.ndarray, order: tuple[int, ...] | None, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a file's array as it stands in a leaf, with this shape. order: see `Place`."""
+    if order is None:
+        return x
+    return x.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
 
 def saved_name(arch: Architecture, name: str) -> str:
@@ -138,16 +154,15 @@ def from_tensors(
             continue
         place = where[name]
         check_size(given, tensor.shape, place, source)
-        value = np.asarray(
-            tensor.reshape(len(tensor), -1).T if place.transposed else tensor, np.float32
-        )
+        holder, last = get_leaf(made, place.path[:-1]), place.path[-1]
+        shape = holder[last].shape[len(place.index) :]
+        value = np.asarray(from_file(tensor, place.order, shape), np.float32)
         if not np.isfinite(value).all():
             raise UserError(
                 f"{source}: {given} holds numbers that are not finite: the file is damaged, or its"
                 " training failed"
             )
         value = value if place.path[-1] in EXACT else value.astype(dtype)
-        holder, last = get_leaf(made, place.path[:-1]), place.path[-1]
         holder[last] = write_into_stack(
             holder[last], value, place.index, get_leaf(shardings, place.path)
         )
@@ -258,7 +273,7 @@ def to_arrays(
         part = leaf[place.index] if place.index else leaf
         if dtype is not None and place.path[-1] not in FIXED:
             part = part.astype(dtype)
-        yield name, part.T.reshape(place.tensor) if place.transposed else part
+        yield name, to_file(part, place.order, place.tensor)
 
 
 def _listed(names: list[str], most: int = 5) -> str:

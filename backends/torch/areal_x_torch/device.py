@@ -31,7 +31,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     bfloat16."""
     if precision == "auto":
         precision = "fp32" if device.type == "cpu" else "bf16"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,28 @@ class ShardedView(NamedTuple):
         return whole.as_strided(self.shape, self.stride, self.offset)
 
 
+class Joined(NamedTuple):
+    """A tensor, perhaps sharded, of whose axes some are joined in a file: those of `order`, with the
+    file's shape."""
+
+    of: Tensor
+    order: tuple[int, ...]
+    shape: torch.Size
+
+    def view(self, whole: Tensor) -> Tensor:
+        """Returns the whole tensor as it stands in the file; a copy."""
+        return whole.permute(self.order).reshape(self.shape)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Returns the whole tensor of what stands in the file."""
+        apart = x.reshape([self.of.shape[axis] for axis in self.order])
+        return apart.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+# A model's tensor by the name of its file.
+Stored: TypeAlias = Tensor | ShardedView | Joined
+
+
 def local(x: Tensor) -> Tensor:
     """Returns this process's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -35,7 +57,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 def gather_each(
-    tensors: Iterable[tuple[str, Tensor | ShardedView]],
+    tensors: Iterable[tuple[str, Stored]],
     as_: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors, one after another; a tensor of which neighbours are views is
@@ -46,6 +68,8 @@ def gather_each(
             if last is not x.of:
                 last, whole = x.of, gather(as_(x.of)).contiguous()
             yield name, x.view(whole)
+        elif isinstance(x, Joined):
+            yield name, x.view(gather(as_(x.of)))
         else:
             yield name, gather(as_(x))
 

@@ -125,10 +125,14 @@ def local_experts(
     module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"]
 ) -> Float[Tensor, "n features"]:
     """Applies this process's experts to tokens in the experts' order, so many for each."""
+    adapters = getattr(module, "adapters", {})  # areal_x_torch.lora's
+    multiply = getattr(module, "multiply", grouped)  # areal_x_torch.fp8's
 
     def product(x: Tensor, name: str) -> Tensor:
         kernels = local(getattr(module, name)).to(x.dtype)
-        y = grouped(x, kernels if module.is_transposed else kernels.mT, sizes)
+        y = multiply(x, kernels if module.is_transposed else kernels.mT, sizes)
+        if name in adapters:
+            y = y + adapters[name](x, sizes)
         if not module.has_bias:
             return y
         return y + local(getattr(module, f"{name}_bias")).to(x.dtype).repeat_interleave(sizes, 0)

@@ -32,7 +32,7 @@ from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.hf.model_parts import with_parts
 from areal_x_torch import compatibility
-from areal_x_torch.dtensors import ShardedView, local, own_part
+from areal_x_torch.dtensors import Joined, ShardedView, Stored, local, own_part
 from areal_x_torch.experts import is_experts
 from areal_x_torch.images import VISION_MODELS
 from areal_x_torch.model import (
@@ -262,7 +262,7 @@ def fill(model: PreTrainedModel, directory: Path) -> None:
 
 @torch.no_grad()
 def copy_tensors(
-    targets: Mapping[str, Tensor | ShardedView],
+    targets: Mapping[str, Stored],
     tensors: Iterable[tuple[str, np.ndarray]],
     source: str,
     elsewhere: Container[str] = (),
@@ -295,7 +295,7 @@ class _TensorWriter:
     nothing of the rest is converted or copied; into one that arrives as several views, once all of
     them are there."""
 
-    def __init__(self, targets: Mapping[str, Tensor | ShardedView]) -> None:
+    def __init__(self, targets: Mapping[str, Stored]) -> None:
         self._targets = targets
         self._left = Counter(id(x.of) for x in targets.values() if isinstance(x, ShardedView))
         self._joined: dict[int, Tensor] = {}
@@ -311,6 +311,8 @@ class _TensorWriter:
             if self._left[of]:
                 return
             target, whole = target.of, self._joined.pop(of)
+        elif isinstance(target, Joined):
+            target, whole = target.of, target.read(whole)
         local(target).copy_(own_part(whole, target))
 
 

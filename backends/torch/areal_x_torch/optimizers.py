@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_torch import loading
-from areal_x_torch.dtensors import ShardedView, mesh_of
+from areal_x_torch.dtensors import Stored, mesh_of
 
 # Muon's constants, as in its reference and torch.optim.Muon: the quintic's coefficients, its steps,
 # the least norm, the momentum.
@@ -223,7 +223,7 @@ def _move(p: Parameter, direction: Tensor, group: Mapping[str, Any]) -> None:
 # ---- files
 
 # Renames tensors shaped like the parameters as in the files.
-AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor | ShardedView]]
+AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Stored]]
 
 
 def read_moments(
@@ -234,7 +234,7 @@ def read_moments(
     *,
     version: int,
     own_form: bool,
-    elsewhere: Callable[[Iterable[tuple[str, Tensor | ShardedView]]], Container[str]],
+    elsewhere: Callable[[Iterable[tuple[str, Stored]]], Container[str]],
 ) -> None:
     """Copies the moments of a checkpoint into the optimizer's state, which then is at `version`.
     own_form: the moments have this backend's own names. elsewhere: given this process's, returns the
@@ -243,7 +243,7 @@ def read_moments(
     Raises: UserError for moments of another model.
     """
     if own_form:
-        own: Mapping[str, Tensor | ShardedView] = moments(optimizer, named)
+        own: Mapping[str, Stored] = moments(optimizer, named)
     else:
         own = named_moments(optimizer, named, as_saved)
     source = str(directory / model_dir.MOMENTS)
@@ -276,7 +276,7 @@ def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
 
 def named_moments(
     optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
-) -> dict[str, Tensor | ShardedView]:
+) -> dict[str, Stored]:
     """Returns the same under the parameter's name in the files, where they are `portable`."""
     kinds = dict.fromkeys(
         which for p in named.values() for which in optimizer.state[p] if which != "step"

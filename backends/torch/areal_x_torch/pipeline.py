@@ -37,7 +37,7 @@ from areal_x.errors import ConfigError
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer_config import MeshConfig, TrainerConfig
 from areal_x_torch.decoder_blocks import blocks_of
-from areal_x_torch.dtensors import ShardedView, gather_each, local
+from areal_x_torch.dtensors import Joined, ShardedView, Stored, gather_each, local
 from areal_x_torch.experts import IN_LAYER
 from areal_x_torch.lora import adaptable
 from areal_x_torch.model import decoder, head_layer, named_tensors
@@ -333,7 +333,7 @@ class Pipeline:
 
     # ---- tensors of all stages
 
-    def elsewhere(self, own: Iterable[tuple[str, Tensor | ShardedView]]) -> dict[str, torch.Size]:
+    def elsewhere(self, own: Iterable[tuple[str, Stored]]) -> dict[str, torch.Size]:
         """Returns the shapes of the other stages' tensors, by their names; all stages call it."""
         shapes = {name: x.shape for name, x in own}
         others = {name: shape for of in self.stages.all_of(shapes) for name, shape in of.items()}
@@ -341,10 +341,10 @@ class Pipeline:
 
     def gather_each(
         self,
-        own: Mapping[str, Tensor | ShardedView],
+        own: Mapping[str, Stored],
         device: torch.device,
         as_: Callable[[Tensor], Tensor] = lambda x: x,
-        values: Iterable[tuple[str, Tensor | ShardedView]] | None = None,
+        values: Iterable[tuple[str, Stored]] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the whole tensors of all stages on the device, one after another, in the order of the
         whole model; every process gets them all. as_: see `dtensors.gather_each`. values: in place of
@@ -355,7 +355,7 @@ class Pipeline:
 
         described = {}
         for name, x in own.items():
-            of = x.of if isinstance(x, ShardedView) else x
+            of = x.of if isinstance(x, ShardedView | Joined) else x
             described[name] = x.shape, as_(torch.empty(0, dtype=of.dtype)).dtype
         owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         for stage, of_stage in enumerate(self.stages.all_of(described)):

@@ -27,7 +27,7 @@ from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x.runtime import cores
 from areal_x.types import Kept
-from areal_x_torch import lora, prompt_images
+from areal_x_torch import fp8, lora, prompt_images
 from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
 from areal_x_torch.kv_cache import ATTENTION, Cache, PrefillCache, layers_of
@@ -131,6 +131,7 @@ class Sampler(Lanes):
         )
         for p in self.model.parameters():
             p.data = p.data.to(dtype)
+        fp8.round_weights(self.model)
         on_cpu = model.device.type == "cpu"
         count = lanes or (lanes_on_cpu(slots) if on_cpu else 1)
         try:
@@ -153,6 +154,7 @@ class Sampler(Lanes):
         for name, x in as_saved(self.model, dict(self.model.named_parameters())).items():
             assert isinstance(x, Tensor)
             x.copy_(snapshot[name])
+        fp8.round_weights(self.model)
         return [None] * len(self.lanes)
 
 

@@ -53,6 +53,7 @@ from areal_x_torch.lora import LoRALinear
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.pipeline import check_stages
 from areal_x_torch.processes import join_alone
+from areal_x_torch.split_linear import SplitLinear
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")  # axes along which processes have their own rows
@@ -320,7 +321,7 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         for name, layer in list(decoder.named_modules()) if style in STYLES else ():
             if not fnmatchcase(name, pattern):
                 continue
-            if isinstance(layer, LoRALinear):
+            if isinstance(layer, SplitLinear):
                 # Its outputs are columns: it computes x Wᵀ.
                 layer.split(mesh, by_rows=style == "colwise")
             else:
@@ -345,14 +346,18 @@ def split_along(size: int, x: nn.Parameter) -> Shard | None:
     """Returns how fully_shard shards what is already split, which it must do evenly: whole experts,
     or else each of them."""
     of_experts = isinstance(x, DTensor) and EXPERTS in (x.device_mesh.mesh_dim_names or ())
-    return Shard(1) if of_experts and len(local(x)) % size else None
+    if not of_experts:
+        return None
+    even = (axis for axis, length in enumerate(local(x).shape) if length % size == 0)
+    return Shard(next(even, 0))
 
 
 def split_experts(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> None:
     """Gives each process equally many experts, which it alone computes: areal_x_torch.experts sends
     it their tokens. tensor: the processes that have the same tokens."""
     for name, x in list(module.named_parameters()):
-        setattr(module, name, split(x, mesh, 0))
+        owner, _, own = name.rpartition(".")  # an adapter's, or its own
+        setattr(module.get_submodule(owner), own, split(x, mesh, 0))
     module.same_tokens = tensor.get_group() if tensor.size() > 1 else None
 
 

@@ -34,6 +34,7 @@ from areal_x_torch import (
     context_parallel,
     decoder_blocks,
     experts,
+    fp8,
     loading,
     lora,
     model,
@@ -51,7 +52,7 @@ from areal_x_torch.device import (
     memory_of,
     peak_bytes,
 )
-from areal_x_torch.dtensors import ShardedView, gather_each, local
+from areal_x_torch.dtensors import Stored, gather_each, local
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 from areal_x_torch.forward import Forward
 from areal_x_torch.images import check_images, check_sharing
@@ -130,6 +131,8 @@ class Trainer(HuggingFaceTrainer):
                 "a vision-language model exactly if the student is one",
             )
         check_adapters(self.model, config)
+        if config.precision == "fp8":
+            fp8.install(self.model)
         if config.lora.rank:
             lora.add_adapters(self.model, config.lora, config.seed)
         self.routers = experts.hook_routers(self.model, config, self.directory)
@@ -358,18 +361,14 @@ class Trainer(HuggingFaceTrainer):
         }
         yield from self.pipeline.gather_each(plain, self.device, as_, lora.merged(self.model))
 
-    def _gathered(
-        self, own: Mapping[str, Tensor | ShardedView]
-    ) -> Iterator[tuple[str, np.ndarray]]:
+    def _gathered(self, own: Mapping[str, Stored]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields whole tensors, this process's own ones and with stages also the others'."""
         pipeline = self.pipeline
         of_all = pipeline.gather_each(own, self.device) if pipeline else gather_each(own.items())
         for name, x in of_all:
             yield name, model.to_numpy(x)
 
-    def _elsewhere(
-        self, own: Iterable[tuple[str, Tensor | ShardedView]]
-    ) -> Mapping[str, torch.Size]:
+    def _elsewhere(self, own: Iterable[tuple[str, Stored]]) -> Mapping[str, torch.Size]:
         """Returns the shapes of the tensors that only other stages have, by their names."""
         return {} if self.pipeline is None else self.pipeline.elsewhere(own)
 
@@ -381,7 +380,7 @@ class Trainer(HuggingFaceTrainer):
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if not self.config.lora.rank:
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
-        yield from self._gathered({name: x.detach() for name, x in self.trained.items()})
+        yield from self._gathered(self._as_saved(self.trained))
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self.device)
@@ -418,6 +417,8 @@ class Trainer(HuggingFaceTrainer):
         # A process with a sharded model, or with compiled blocks, samples with a whole copy beside it.
         own = self.mesh is None and not self.config.compile
         of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)
+        if not own and self.config.precision == "fp8":
+            fp8.install(of)
         return Sampler(of, slots, context, self.dtype)
 
     @property
@@ -437,7 +438,7 @@ class Trainer(HuggingFaceTrainer):
         return own if self.pipeline is None else all(self.pipeline.stages.all_of(own))
 
     def own_moments(self) -> Iterator[tuple[str, np.ndarray]]:
-        moments: Mapping[str, Tensor | ShardedView]
+        moments: Mapping[str, Stored]
         if self.moments_are_portable():
             moments = optimizers.named_moments(self.optimizer, self.trained, self._as_saved)
         else:
@@ -456,8 +457,10 @@ class Trainer(HuggingFaceTrainer):
             own_form=own_form,
             elsewhere=self._elsewhere,
         )
-        targets: Mapping[str, Tensor | ShardedView] = (
-            self.trained if self.config.lora.rank else model.named_tensors(self.model)
+        targets: Mapping[str, Stored] = (
+            self._as_saved(self.trained)
+            if self.config.lora.rank
+            else model.named_tensors(self.model)
         )
         elsewhere = self._elsewhere(targets.items())
         loading.copy_tensors(targets, tensors, str(directory), elsewhere)
@@ -472,9 +475,11 @@ class Trainer(HuggingFaceTrainer):
         sharded_checkpoint.restore(directory, own, self.mesh is not None, elsewhere)
         self.optimizer.set_steps(version)
 
-    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | ShardedView]:
+    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
         """Returns trained tensors, or their moments, under the names of their files."""
-        return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
+        if self.config.lora.rank:
+            return lora.as_saved(tensors)
+        return dict(model.as_saved(self.model, tensors))
 
     def _state(self, copies: bool = True) -> dict[str, Tensor]:
         """Returns every tensor of a checkpoint, or this process's part, without copying. copies: also
