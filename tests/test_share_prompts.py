@@ -57,10 +57,10 @@ def agents_of(ticket: int, rng: np.random.Generator, vocab: int) -> Group:
     prompt, episodes = rng.integers(0, vocab, 17), []
     for cut in (0, 4):
         context, trajectories = prompt, []
-        for answer in (6, 18, 5):
+        for answer in (6, 12, 5):
             call = group_of(0, [context], (answer,), rng, vocab).episodes[0].trajectories[0]
             trajectories.append(call)
-            context = np.append(call.tokens[: len(call) - cut * (answer == 18)], rng.integers(0, vocab, 4))
+            context = np.append(call.tokens[: len(call) - cut * (answer == 12)], rng.integers(0, vocab, 4))
         episodes.append(Episode(Scored(float(rng.normal())), tuple(trajectories)))
     return Group(Task(str(ticket), ""), ticket, 0, tuple(episodes))
 
@@ -100,8 +100,9 @@ def test_these_groups_share_in_every_way() -> None:
     assert shared.shape[0] < alone.shape[0]
     of_rows = [nodes(parents, ids) for parents, ids in zip(shared.parents, shared.segment_ids, strict=True)]
     branching = [np.unique(of_row.parents[of_row.parents >= 0]) for of_row in of_rows]
-    assert max(len({0, *found}) for found in branching) > 2  # several tries of a row, or a branch of a branch
-    assert any((of_row.parents[found[found >= 0]] >= 0).any() for of_row, found in zip(of_rows, branching, strict=True))
+    above = [of_row.parents[found] for of_row, found in zip(of_rows, branching, strict=True)]
+    assert any((found >= 0).any() for found in above)  # a branch of a branch
+    assert any((found < 0).sum() > 1 for found in above)  # two tries of a row
     begins = [row[:40].tolist() for row in shared.tokens]
     assert begins.count(groups_of()[0].episodes[0].trajectories[0].tokens[:40].tolist()) == 2  # of one group in two rows
     np.testing.assert_array_equal(trained_values(alone, alone.weights), trained_values(shared, shared.weights))
@@ -173,7 +174,7 @@ def test_a_mesh_that_splits_rows_gives_the_same(model_dir_of: Callable[[str], Pa
     np.testing.assert_allclose(on_mesh, log_probabilities(directory, False, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("way", [("jax", "blocked"), ("torch", "sdpa"), *further(*WAYS[:1])], ids="-".join)
+@pytest.mark.parametrize("way", [("jax", "blocked"), ("torch", "sdpa"), *further((WAYS[0],))], ids="-".join)
 def test_windows_count_positions(way: tuple[str, str], model_dir_of: Callable[[str], Path]) -> None:
     logp = []
     for shares in (False, True):

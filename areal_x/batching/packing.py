@@ -26,9 +26,11 @@ class Packed:
 
     With `places`, token t of trajectory i is in row `rows[i]`, in a column of `columns`; unless it
     shares tokens, in `starts[i] + t`. Its segment id is `segments[i]`. A token that several
-    trajectories share has the id, mask and values of its owner (`Placement.owned`). The batch has tokens, segment_ids, positions, mask, behavior_logp and versions; parents
-    if sharing was requested; and experts, kept and the image arrays if a trajectory has any.
-    Everything else is None.
+    trajectories share has the id, mask and values of its owner (`Placement.owned`).
+
+    The batch has tokens, segment_ids, positions, mask, behavior_logp and versions; parents if sharing
+    was requested; and experts, kept and the image arrays if a trajectory has any. Everything else is
+    None.
     """
 
     batch: Batch

@@ -33,8 +33,8 @@ from areal_x.types import Trajectory
 
 # A branch that shares fewer tokens saves less than the additional node costs in attention.
 MIN_SHARED_TOKENS = 16
-# Tries are limited to 1/1, 1/2 and 1/4 of a row, and the best is taken: smaller ones need more
-# copies of what is shared, but leave less room empty.
+# Parts of a trie are limited to 1/1, 1/2 and 1/4 of a row, and the best is taken: smaller ones need
+# more copies of what is shared, but leave less room empty.
 FRACTIONS_OF_A_ROW = (1, 2, 4)
 
 
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
     owned: Bool[np.ndarray, " tokens"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """Tokens between two branchings of a trie."""
 
@@ -70,38 +70,32 @@ class Node:
     def preorder(self) -> Iterator[Node]:
         """Yields this node and those below it. Leaves come before branches and the longest first: an
         implementation of attention may compute neighbours of one length together."""
-        yield self
-        for child in sorted(self.children, key=lambda x: (bool(x.children), -len(x.tokens))):
-            yield from child.preorder()
+        left = [self]
+        while left:
+            yield (node := left.pop())
+            left += sorted(node.children, key=lambda x: (not x.children, len(x.tokens)))
 
 
 class Trie:
-    """Trajectories, by index, that share tokens."""
+    """Trajectories, by index, that share tokens: those that begin with the same ones, unless both train
+    them."""
 
     def __init__(self) -> None:
         self.root = Node(np.zeros(0, np.int32), np.zeros(0, np.bool_), {})
-        self.size = 0  # tokens
-
-    def shared(self, trajectory: Trajectory) -> int:
-        """Returns how many tokens of another trajectory the trie has already."""
-        return sum(count for _, count in self._path(trajectory))
 
     def insert(self, index: int, trajectory: Trajectory) -> None:
         """Adds a trajectory. index: by which the trie refers to it."""
         path, at, last = self._path(trajectory), 0, self.root
         self.root.held[index] = 0
         for last, count in path:
-            own = slice(at, at + count)
-            last.trained[:count] |= trajectory.mask[own]
+            last.trained[:count] |= trajectory.mask[at : at + count]
             at += count
             if count < len(last.tokens) and at < len(trajectory):
                 _split(last, count)
             last.held[index] = count
-        rest = slice(at, len(trajectory))
         if at == len(trajectory):
             return
-        self.size += len(trajectory) - at
-        tokens, trained = trajectory.tokens[rest], trajectory.mask[rest].copy()
+        tokens, trained = trajectory.tokens[at:], trajectory.mask[at:].copy()
         if last is not self.root and not last.children:
             last.tokens = np.concatenate([last.tokens, tokens])
             last.trained = np.concatenate([last.trained, trained])
@@ -148,89 +142,104 @@ def _split(node: Node, count: int) -> None:
     node.held = {index: min(held, count) for index, held in node.held.items()}
 
 
+class Part(NamedTuple):
+    """Trajectories of a trie that are in one row, and the number of tokens that they have together."""
+
+    trie: Trie
+    members: list[int]
+    size: int
+
+
 def place_shared(
     trajectories: Sequence[Trajectory], groups: Sequence[int], row_length: int
 ) -> Placement:
-    """Packs tries of trajectories by first-fit decreasing. groups: the group of each trajectory, of
-    which alone it shares tokens.
+    """Packs the parts of tries by first-fit decreasing. groups: the group of each trajectory, of which
+    alone it shares tokens.
 
-    Tries of a few maximum sizes, and no sharing at all, are tried: the placement with the fewest rows
+    Parts of a few maximum sizes, and no sharing at all, are tried: the placement with the fewest rows
     is returned, and of those the one with the fewest tokens.
     """
-    by_group: dict[int, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
-        by_group[group].append(index)
+    tries = tries_of(trajectories, groups)
     tried = [
-        [
-            trie
-            for members in by_group.values()
-            for trie in tries_of(trajectories, members, row_length // fraction)
-        ]
+        [part for trie in tries for part in divided(trie, row_length // fraction)]
         for fraction in FRACTIONS_OF_A_ROW
     ]
-    tried.append([_alone(i, trajectory) for i, trajectory in enumerate(trajectories)])
+    tried.append([divided(trie_of([i], trajectories), 0)[0] for i in range(len(trajectories))])
 
-    def cost(tries: list[Trie]) -> tuple[int, int]:
-        rows, _, _ = first_fit_decreasing(_sizes(tries), row_length)
-        return int(rows.max(initial=0)), sum(trie.size for trie in tries)
+    def cost(parts: list[Part]) -> tuple[int, int]:
+        rows, _, _ = first_fit_decreasing(_sizes(parts), row_length)
+        return int(rows.max(initial=0)), sum(part.size for part in parts)
 
-    return place_tries(min(tried, key=cost), trajectories, row_length)
-
-
-def tries_of(
-    trajectories: Sequence[Trajectory], members: Sequence[int], max_tokens: int
-) -> list[Trie]:
-    """Returns tries of at most `max_tokens` tokens, or of one trajectory if that is longer and of
-    those that it holds. members: the trajectories of a group. One with images shares nothing.
-
-    The longest comes first, and each goes where it shares most.
-    """
-    tries: list[Trie] = []
-    apart: list[Trie] = []
-    for index in sorted(members, key=lambda i: -len(trajectories[i])):
-        trajectory = trajectories[index]
-        if trajectory.images is not None:
-            apart.append(_alone(index, trajectory))
-            continue
-        shared = [trie.shared(trajectory) for trie in tries]
-        fits = [
-            i
-            for i, trie in enumerate(tries)
-            if shared[i] == len(trajectory)
-            or (shared[i] and trie.size + len(trajectory) - shared[i] <= max_tokens)
-        ]
-        if fits:
-            tries[max(fits, key=shared.__getitem__)].insert(index, trajectory)
-        else:
-            tries.append(_alone(index, trajectory))
-    return tries + apart
+    return place_parts(min(tried, key=cost), trajectories, row_length)
 
 
-def _alone(index: int, trajectory: Trajectory) -> Trie:
+def tries_of(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> list[Trie]:
+    """Returns a trie for each group, and one for each trajectory with images, which shares nothing."""
+    members: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, (trajectory, group) in enumerate(zip(trajectories, groups, strict=True)):
+        members[group, -1 if trajectory.images is None else index].append(index)
+    return [trie_of(own, trajectories) for own in members.values()]
+
+
+def trie_of(members: Sequence[int], trajectories: Sequence[Trajectory]) -> Trie:
+    """Returns the trie of these trajectories. The longest comes first, so that few nodes are split."""
     trie = Trie()
-    trie.insert(index, trajectory)
+    for index in sorted(members, key=lambda i: -len(trajectories[i])):
+        trie.insert(index, trajectories[index])
     return trie
 
 
-def _sizes(tries: Sequence[Trie]) -> Int32[np.ndarray, " tries"]:
-    return np.array([trie.size for trie in tries], np.int32)
+def divided(trie: Trie, most: int) -> list[Part]:
+    """Divides the trajectories of a trie into parts of at most `most` tokens, or as many as the longest of
+    them has. What is below one node stays together if it fits.
+
+    From the bottom up: below a node there is as much room as the tokens above it, of which each part
+    has a copy, leave.
+    """
+    order = list(trie.root.preorder())
+    room, sizes = {trie.root: most}, {node: len(node.tokens) for node in order}
+    for node in order:
+        room |= dict.fromkeys(node.children, room[node] - len(node.tokens))
+    for node in reversed(order):
+        sizes[node] += sum(sizes[child] for child in node.children)
+    found: dict[Node, list[Part]] = {}
+    for node in reversed(order[1:]):
+        below = [part for child in node.children for part in found.pop(child)]
+        if sizes[node] <= room[node] or not below:
+            found[node] = [Part(trie, list(node.held), sizes[node])]
+            continue
+        own = _sizes(below)
+        bins, _, _ = first_fit_decreasing(own, max(room[node] - len(node.tokens), int(own.max())))
+        members: list[list[int]] = [[] for _ in range(int(bins.max()) + 1)]
+        for part, number in zip(below, bins.tolist(), strict=True):
+            members[number] += part.members
+        members[0] += node.held.keys() - {index for part in below for index in part.members}
+        tokens = len(node.tokens) + np.bincount(bins, own).astype(int)
+        found[node] = [Part(trie, *each) for each in zip(members, tokens.tolist(), strict=True)]
+    # Those that begin with different tokens share nothing.
+    return [part for child in trie.root.children for part in found[child]]
 
 
-def place_tries(
-    tries: Sequence[Trie], trajectories: Sequence[Trajectory], row_length: int
+def _sizes(parts: Sequence[Part]) -> Int32[np.ndarray, " parts"]:
+    return np.array([part.size for part in parts], np.int32)
+
+
+def place_parts(
+    parts: Sequence[Part], trajectories: Sequence[Trajectory], row_length: int
 ) -> Placement:
-    """Packs whole tries into rows."""
+    """Packs whole parts into rows."""
     lengths = np.array([len(t) for t in trajectories], np.int32)
-    of_tries, starts, _ = first_fit_decreasing(_sizes(tries), row_length)
+    of_parts, starts, _ = first_fit_decreasing(_sizes(parts), row_length)
     rows = np.zeros(len(lengths), np.int32)
     columns: list[list[np.ndarray]] = [[] for _ in lengths]
-    for trie, row, start in zip(tries, of_tries.tolist(), starts.tolist(), strict=True):
-        rows[list(trie.root.held)] = row
-        for node in trie.root.preorder():
-            for index, count in node.held.items():
+    for part, row, start in zip(parts, of_parts.tolist(), starts.tolist(), strict=True):
+        rows[part.members] = row
+        for node in part.trie.root.preorder():
+            held = {index: node.held[index] for index in part.members if index in node.held}
+            for index, count in held.items():
                 columns[index].append(np.arange(start, start + count, dtype=np.int32))
-            start += len(node.tokens)
-    joined = np.concatenate([np.zeros(0, np.int32), *(part for own in columns for part in own)])
+            start += max(held.values(), default=0)
+    joined = np.concatenate([np.zeros(0, np.int32), *(x for own in columns for x in own)])
     owned = owners(trajectories, np.repeat(rows.astype(np.int64) * row_length, lengths) + joined)
     first = joined[np.cumsum(lengths) - lengths]
     return Placement(rows, first, numbered(rows, lengths, owned), joined, owned)

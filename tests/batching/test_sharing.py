@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from areal_x.algorithms.recipes import grpo
 from areal_x.batching.batch import Models, make_batches
 from areal_x.batching.packing import Packed, pack
-from areal_x.batching.sharing import MIN_SHARED_TOKENS, tries_of
+from areal_x.batching.sharing import MIN_SHARED_TOKENS, divided, tries_of
 from areal_x.types import Episode, Group, Images, Kept, Scored, Task, Trajectory
 
 ROW = 96
@@ -70,7 +70,7 @@ def columns_of(packed: Packed) -> list[np.ndarray]:
     return np.split(packed.places.columns, np.cumsum(packed.lengths)[:-1]) if len(packed.lengths) else []
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(batches())
 def test_every_sequence_is_recovered_and_each_trained_token_is_there_once(made: tuple[list[Trajectory], list[int]]) -> None:
     trajectories, groups = made
@@ -95,7 +95,7 @@ def test_every_sequence_is_recovered_and_each_trained_token_is_there_once(made: 
         assert (found[trajectories[i].mask] == packed.places.segments[i]).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(batches())
 def test_rows_are_tries_in_preorder_of_one_group_each(made: tuple[list[Trajectory], list[int]]) -> None:
     trajectories, groups = made
@@ -194,8 +194,25 @@ def test_a_group_too_large_for_a_row_is_divided_and_each_part_has_a_copy() -> No
 def test_parts_of_a_group_are_those_that_share_most() -> None:
     agents = [turns_of(np.full(20, 99), [(10, 10), (10, 10), (10, 0)], seed) for seed in range(2)]
     assert stored([*agents[0], *agents[1]], ROW) == 2 * 70
-    tries = tries_of([*agents[0], *agents[1]], range(6), ROW)
-    assert [sorted(trie.root.held) for trie in tries] == [[0, 1, 2], [3, 4, 5]]
+    (trie,) = tries_of([*agents[0], *agents[1]], [0] * 6)
+    assert [sorted(part.members) for part in divided(trie, ROW)] == [[0, 1, 2], [3, 4, 5]]
+    assert [part.size for part in divided(trie, 2 * 70 - 20)] == [2 * 70 - 20]
+
+
+@settings(max_examples=60)
+@given(batches(), st.integers(1, ROW))
+def test_parts_have_all_trajectories_once_and_no_more_tokens_than_allowed(
+    made: tuple[list[Trajectory], list[int]], most: int
+) -> None:
+    trajectories, groups = made
+    found = []
+    for trie in tries_of(trajectories, groups):
+        longest = max(len(trajectories[i]) for i in trie.root.held)
+        for part in divided(trie, most):
+            found += part.members
+            assert part.size <= max(most, longest)
+            assert len({int(trajectories[i].tokens[0]) for i in part.members}) == 1
+    assert sorted(found) == list(range(len(trajectories)))
 
 
 def test_few_tokens_are_not_shared_by_branches() -> None:
@@ -229,10 +246,8 @@ def test_what_sampling_kept_stays_with_the_trajectory_that_trains_the_token() ->
 
 
 def test_weights_and_advantages_of_trained_tokens_are_those_without_sharing() -> None:
-    episodes = tuple(
-        Episode(Scored(float(seed % 3)), tuple(turns_of(np.full(30, 99), [(10 + seed, 5), (8, 3), (6, 0)], seed)))
-        for seed in range(4)
-    )
+    agents = [turns_of(np.full(30, 99), [(10 + seed, 5), (8, 3), (6, 0)], seed) for seed in range(4)]
+    episodes = tuple(Episode(Scored(float(i % 3)), tuple(turns)) for i, turns in enumerate(agents))
     groups = [Group(Task("a", ""), 0, 0, episodes)]
     found = [make_batches(groups, grpo(), 256, Models(None), share_prompts=shares)[0] for shares in (False, True)]
     alone, shared = ([np.sort(np.asarray(x)[b.mask]) for x in (b.weights, b.advantages, b.behavior_logp)] for b in found)

@@ -120,8 +120,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: a sequence's first token is predicted from the sequence before it",
-            "        follows = segment_ids[:, 1:] == segment_ids[:, :-1]",
-            "        follows = segment_ids[:, 1:] > 0",
+            "        follows &= segment_ids[:, 1:] == segment_ids[:, :-1]\n",
+            "        pass\n",
         ),
     ),
     *planted(

@@ -75,8 +75,8 @@ def test_heads_share_keys_in_equal_groups(kv_heads):
     agrees(sdpa, RAGGED, 4, 2.0, kv_heads)
 
 
-# The first and the sixth are prompts that others go on from, one of which others go on from in turn; neighbours of one length, that
-# continue the same and not.
+# The first and the sixth are prompts that others go on from, one of these from one that goes on itself; neighbours of one
+# length that continue the same one, and that do not.
 SHARING, PREFIXES = (5, 4, 4, 2, 2, 6, 6, 3, 3), (-1, 0, 0, 0, -1, -1, 5, 6, 5)
 SEEN = [5, 9, 9, 7, 2, 6, 12, 15, 9]
 

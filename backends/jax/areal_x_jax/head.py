@@ -194,11 +194,11 @@ def _shift_to_next(
 ) -> Float[Array, "rows length"]:
     """Moves each position's output to the next token, which it predicts; 0 at padding and at the
     first token of a segment, or one without a parent."""
+    follows = segment_ids[:, 1:] > 0
     if parents is None:
-        follows = segment_ids[:, 1:] == segment_ids[:, :-1]
+        follows &= segment_ids[:, 1:] == segment_ids[:, :-1]
     else:
-        follows = parents[:, 1:] >= 0
-    follows &= segment_ids[:, 1:] > 0
+        follows &= parents[:, 1:] >= 0
     return jnp.pad(jnp.where(follows, outputs, 0.0), ((0, 0), (1, 0)))
 
 

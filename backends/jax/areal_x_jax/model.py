@@ -99,8 +99,8 @@ def hidden_states(
 
     A token attends to those before it in its own segment, or, if sequences share tokens, to those
     whose subtrees it is in. until: where these end (see `dense_attention.Tries`). images: None if no
-    row has any. implementation: of attention (see areal_x_jax.attention). recorded: the experts that each token goes through (see
-    `experts.route`). ends: see `AttentionMask`.
+    row has any. implementation: of attention (see areal_x_jax.attention). recorded: the experts that
+    each token goes through (see `experts.route`). ends: see `AttentionMask`.
 
     remat: what the backward pass recomputes. "products": all but the results of products with
     kernels and of attention (scores, everything elementwise): a fifth faster on a CPU than saving
