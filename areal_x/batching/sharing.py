@@ -166,7 +166,7 @@ def place_shared(
     ]
     tried.append([divided(trie_of([i], trajectories), 0)[0] for i in range(len(trajectories))])
 
-    def cost(parts: list[Part]) -> tuple[int, int]:
+    def cost(parts: Sequence[Part]) -> tuple[int, int]:
         rows, _, _ = first_fit_decreasing(_sizes(parts), row_length)
         return int(rows.max(initial=0)), sum(part.size for part in parts)
 

@@ -64,8 +64,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "trajectories of all groups share tokens",
-            "        by_group[group].append(index)",
-            "        by_group[0].append(index)",
+            "        members[group, -1 if",
+            "        members[0, -1 if",
         ),
     ),
     *planted(

@@ -253,7 +253,8 @@ def sdpa(
         *(x.split([n * count for n, _, _, count in runs], dim=2) for x in (query, key, value)),
         strict=True,
     )
-    attended, of_shared = [], {}
+    attended: list[Attended] = []
+    of_shared: dict[int, tuple[Keys, Keys]] = {}
     for (length, prefix, of, count), part in zip(runs, parts, strict=True):
         q, k, v = (x.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for x in part)
         if prefix >= 0:

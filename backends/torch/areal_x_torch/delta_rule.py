@@ -287,7 +287,8 @@ def _convolution_layout(
     row its place in the convolution of these."""
     before, lengths = width - 1, np.array(segments.lengths)
     ends, blank = np.cumsum(lengths), int(lengths.sum())
-    sources, tails = [], []  # tails: the last tokens of each sequence and of what it continues
+    sources: list[np.ndarray] = []
+    tails: list[np.ndarray] = []  # the last tokens of each sequence and of what it continues
     nothing = np.full(before, blank)
     for end, length, prefix in zip(ends, lengths, segments.prefixes, strict=True):
         tail, own = tails[prefix] if prefix >= 0 else nothing, np.arange(end - length, end)

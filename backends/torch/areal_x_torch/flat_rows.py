@@ -120,8 +120,8 @@ def flatten_rows(
     else:
         starts, lengths, prefixes = _all_nodes(parents, segment_ids)
     numbers = np.arange(len(starts))
-    firsts = prefixes < 0
-    sets = np.maximum.accumulate(np.where(firsts, numbers, 0))  # the first node of each one's trie
+    # the first node of each one's trie
+    sets = np.maximum.accumulate(np.where(prefixes < 0, numbers, 0))
     totals = np.bincount(sets, lengths, len(sets)).astype(np.int64)
     # Equal lengths are neighbours, which `areal_x_torch.attention.sdpa` computes together.
     order = np.lexsort((numbers, sets, -totals[sets]))
