@@ -72,7 +72,9 @@ def group_of(kind: str) -> Group:
 
 
 def trainer_of(backend: str, directory: Path, **changes: Any) -> Trainer:
-    return create_trainer(backend, TrainerConfig(model=ModelConfig(str(directory)), share_prompts=True, **changes))
+    return create_trainer(
+        backend, TrainerConfig(model=ModelConfig(str(directory)), micro_batch_rows=1, share_prompts=True, **changes)
+    )
 
 
 def gradient_of(backend: str, directory: Path, batch: Batch) -> dict[str, np.ndarray]:
@@ -111,6 +113,8 @@ def main() -> None:
     results = []
     with TemporaryDirectory() as folder:
         directory = write_model(Path(folder))
+        config = directory / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": ROW}))
         for backend, kind in product(args.backends, args.kinds):
             found = measure(backend, kind, directory, args.rounds)
             results.append(found)
