@@ -118,8 +118,9 @@ class Settings:
     """Tokens in a packed row, and the most that prompt and completion have together."""
 
     share_prompts: bool = False
-    """Compute the common prompt of a group's attempts once for as many of them as fit into a row;
-    the gradient is the same."""
+    """Compute the tokens that trajectories of a group begin with in common (their prompt, the history
+    of an agent's calls) once for as many of them as fit into a row; the gradient is the same
+    (docs/concepts.md)."""
 
     deterministic: bool = False
     """True makes two runs of the same settings identical to the bit, asynchronous ones too:

@@ -280,7 +280,8 @@ class Batch:
     """Token ids."""
 
     segment_ids: Array
-    """1, 2, … for the sequences of a row; 0 for padding."""
+    """1, 2, … for the sequences of a row; 0 for padding. A token that several share has the id of the
+    one that trains it, or else of the first."""
 
     positions: Array
     """Position within the sequence."""
@@ -324,10 +325,11 @@ class Batch:
     vocabulary; for one with pairs, every log-probability and entropy is of the softmax over its
     ids alone. None if no token has any."""
 
-    prefix_ids: Array | None = None
-    """The earlier segment of the row that a token attends to in addition to its own; 0 for none. It
-    is a prompt that answers share: their positions continue after it, and none of its tokens is
-    trained on (areal_x.batching.sharing)."""
+    parents: Array | None = None
+    """Index in the row of the token before, in the sequences that a token is part of; −1 for their
+    first token. Sequences that begin alike may share these tokens, of which there is one copy
+    (areal_x.batching.sharing): a row is a number of tries, in preorder, and a token attends to its
+    ancestors. None if no rows share any: each segment is then one sequence."""
 
     patches: Array | None = None
     """`[rows, patches, features]`: the images of each row, in the order of their tokens (see

@@ -41,7 +41,7 @@ def validate_parts(algorithm: Algorithm) -> None:
     Raises: ConfigError.
     """
     floats, ids, mask = np.ones((1, 1)), np.ones((1, 1), np.int32), np.ones((1, 1), np.bool_)
-    integers = ("tokens", "segment_ids", "prefix_ids", "positions", "versions", "ages")
+    integers = ("tokens", "segment_ids", "parents", "positions", "versions", "ages")
     inputs = {
         f.name: ids if f.name in integers else floats for f in (*fields(Policy), *fields(Batch))
     } | {"mask": mask}

@@ -1,7 +1,7 @@
 """Packs sequences into rows of a fixed length by first-fit decreasing, and maps values of sequences
 or tokens to the same positions and back.
 
-A sequence is never cut. Those with a common prefix may share one copy of it
+A sequence is never cut. Those that begin with the same tokens may share one copy of them
 (areal_x.batching.sharing).
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32, Int64
+from jaxtyping import Bool, Float32, Int, Int32, Int64
 
 from areal_x.batching.first_fit import first_fit_decreasing
 from areal_x.batching.sharing import Placement, place_shared
@@ -24,11 +24,13 @@ from areal_x.types import NOT_RECORDED, NOT_THE_POLICY, Batch, Kept, Trajectory
 class Packed:
     """A batch of rows, and the positions of the n trajectories in it.
 
-    With `places`, trajectory i occupies `starts[i] : starts[i] + lengths[i] - shared[i]` of row
-    `rows[i]`, with the segment id `segments[i]`; its first `shared[i]` tokens, which other
-    trajectories share, are at `shared_starts[i]` of the same row. The batch has tokens,
-    segment_ids, positions, mask, behavior_logp and versions; prefix_ids if sharing was requested;
-    and experts, kept and the image arrays if a trajectory has any. Everything else is None.
+    With `places`, token t of trajectory i is in row `rows[i]`, in a column of `columns`; unless it
+    shares tokens, in `starts[i] + t`. Its segment id is `segments[i]`. A token that several
+    trajectories share has the id, mask and values of its owner (`Placement.owned`).
+
+    The batch has tokens, segment_ids, positions, mask, behavior_logp and versions; parents if sharing
+    was requested; and experts, kept and the image arrays if a trajectory has any. Everything else is
+    None.
     """
 
     batch: Batch
@@ -36,18 +38,14 @@ class Packed:
     places: Placement
 
     def spread(self, values: Float32[np.ndarray, " n"]) -> Float32[np.ndarray, "rows length"]:
-        """Returns rows with each trajectory's value at all tokens of its own, 0 at shared tokens
-        and in padding."""
-        own = _within(self.lengths) >= np.repeat(self.places.shared, self.lengths)
-        return self._scatter(
-            np.where(own, np.repeat(np.asarray(values, np.float32), self.lengths), 0)
-        )
+        """Returns rows with each trajectory's value at all tokens that it owns, 0 in padding."""
+        return self._scatter(np.repeat(np.asarray(values, np.float32), self.lengths))
 
     def spread_tokens(
         self, values: Sequence[Float32[np.ndarray, " T"]]
     ) -> Float32[np.ndarray, "rows length"]:
-        """Returns rows with each trajectory's array, one value a token, at its tokens; 0 in
-        padding. A shared token gets the value of the last trajectory that shares it."""
+        """Returns rows with each trajectory's array, one value a token, at the tokens that it owns; 0
+        in padding."""
         if [len(v) for v in values] != self.lengths.tolist():
             raise ValueError(
                 f"expected one value for each token of {len(self.lengths)} trajectories"
@@ -55,8 +53,8 @@ class Packed:
         return self._scatter(np.concatenate([np.zeros(0, np.float32), *values]).astype(np.float32))
 
     def gather(self, x: np.ndarray) -> list[np.ndarray]:
-        """The inverse of `spread_tokens`: splits `[rows, length]` into one array a trajectory, in
-        the order of `pack`'s argument."""
+        """Splits `[rows, length]` into one array a trajectory, in the order of `pack`'s argument: the
+        inverse of `spread_tokens`, but that a shared token has its owner's value."""
         if not len(self.lengths):
             return []
         return np.split(x.reshape(-1)[self._positions()], np.cumsum(self.lengths)[:-1])
@@ -65,7 +63,8 @@ class Packed:
         self, values: Float32[np.ndarray, " tokens"]
     ) -> Float32[np.ndarray, "rows length"]:
         out = np.zeros(self.batch.shape, np.float32)
-        out.reshape(-1)[self._positions()] = values
+        owned = self.places.owned
+        out.reshape(-1)[self._positions()[owned]] = values[owned]
         return out
 
     def _positions(self) -> Int64[np.ndarray, " tokens"]:
@@ -81,12 +80,13 @@ def pack(
 ) -> Packed:
     """Packs whole trajectories into rows `[rows, row_length]`; always at least one row.
 
-    Which lengths share a row depends on the lengths alone; equal lengths keep their order.
+    Without groups, which lengths share a row depends on the lengths alone; equal lengths keep their
+    order.
 
     rows_multiple: empty rows are added up to a multiple of this. together: this many consecutive
     trajectories stay adjacent in a row (2: pairs, with the segment ids 2k - 1 and 2k). groups: the
-    group of each trajectory; those of a group share a common prefix, one copy a row, where that
-    saves rows or tokens.
+    group of each trajectory; those of a group share the tokens that they begin with, one copy a row,
+    where that saves rows or tokens.
 
     Raises: UserError for trajectories longer than a row, naming the setting to raise.
     """
@@ -97,7 +97,7 @@ def pack(
     if len(lengths) % together:
         raise ValueError(f"{len(lengths)} trajectories do not make whole sets of {together}")
     if groups is not None and together > 1:
-        raise ValueError("trajectories that stay together cannot share a prefix")
+        raise ValueError("trajectories that stay together cannot share tokens")
     totals = lengths.reshape(-1, together).sum(1, dtype=np.int32)
     if len(totals) and totals.max() > row_length:
         what = "a sequence" if together == 1 else f"a set of {together} sequences"
@@ -115,30 +115,27 @@ def pack(
     shape = (-(-used // rows_multiple) * rows_multiple, row_length)
     at = _flat_positions(places, lengths, row_length)
     within = _within(lengths)
-    is_shared = within < np.repeat(places.shared, lengths)
-    own_segment = np.repeat(places.segments, lengths)
-    shared_segment = np.repeat(places.shared_segments, lengths)
+    owned = places.owned
 
     def filled(values: Sequence[np.ndarray], dtype: Any, padding: float = 0) -> np.ndarray:
         each = values[0].shape[1:] if len(values) else ()
         out = np.full((*shape, *each), padding, dtype)
         if len(values):
-            out.reshape(-1, *each)[at] = np.concatenate(values)
+            out.reshape(-1, *each)[at[owned]] = np.concatenate(values)[owned]
         return out
 
     experts = recorded_experts(trajectories)
+    before = np.where(within > 0, np.roll(places.columns, 1), -1)
     batch = Batch(
         tokens=filled([t.tokens for t in trajectories], np.int32),
-        segment_ids=filled([np.where(is_shared, shared_segment, own_segment)], np.int32),
+        segment_ids=filled([np.repeat(places.segments, lengths)], np.int32),
         positions=filled([within], np.int32),
         mask=filled([t.mask for t in trajectories], np.bool_),
         behavior_logp=filled([t.logprobs for t in trajectories], np.float32),
         versions=filled([t.versions for t in trajectories], np.int32, padding=NOT_THE_POLICY),
         experts=filled(experts, np.int16, padding=NOT_RECORDED) if experts else None,
-        kept=kept_pairs(trajectories, at, shape),
-        prefix_ids=(
-            None if groups is None else filled([np.where(is_shared, 0, shared_segment)], np.int32)
-        ),
+        kept=kept_pairs(trajectories, at, shape, owned),
+        parents=None if groups is None else filled([before], np.int32, padding=-1),
         **image_arrays(trajectories, places, rows=shape[0]),
     )
     return Packed(batch, lengths, places)
@@ -157,7 +154,8 @@ def place_unshared(
     segments = (segments - 1) * together + np.tile(
         np.arange(1, together + 1, dtype=np.int32), len(sets)
     )
-    return Placement(rows, starts, segments, *(np.zeros_like(lengths) for _ in range(3)))
+    columns = (np.repeat(starts, lengths) + _within(lengths)).astype(np.int32)
+    return Placement(rows, starts, segments, columns, np.ones(len(columns), np.bool_))
 
 
 def recorded_experts(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
@@ -174,22 +172,27 @@ def recorded_experts(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
 
 
 def kept_pairs(
-    trajectories: Sequence[Trajectory], at: Int64[np.ndarray, " tokens"], shape: tuple[int, int]
+    trajectories: Sequence[Trajectory],
+    at: Int64[np.ndarray, " tokens"],
+    shape: tuple[int, int],
+    owned: Bool[np.ndarray, " tokens"],
 ) -> Int32[np.ndarray, "rows most 2"] | None:
     """Returns `Batch.kept` for rows of this shape; None if no trajectory was sampled from a
     truncated distribution. at: the index of each token of the trajectories in the flattened rows.
+    owned: see `Placement`.
 
     `most` is a power of two, so that a compiled step is not compiled anew for each batch.
     """
     if all(t.kept is None for t in trajectories):
         return None
     kept = Kept.joined([t.kept or Kept.everything(len(t)) for t in trajectories])
-    rows, columns = np.divmod(np.repeat(at, kept.counts), shape[1])
+    own = np.repeat(owned, kept.counts)
+    rows, columns = np.divmod(np.repeat(at, kept.counts)[own], shape[1])
     order = np.argsort(rows, kind="stable")
     in_row = np.bincount(rows, minlength=shape[0])
     most = 1 << int(max(in_row.max(), 1) - 1).bit_length()
     pairs = np.full((shape[0], most, 2), -1, np.int32)
-    pairs[rows[order], _within(in_row)] = np.stack([columns, kept.ids], axis=1)[order]
+    pairs[rows[order], _within(in_row)] = np.stack([columns, kept.ids[own]], axis=1)[order]
     return pairs
 
 
@@ -240,8 +243,4 @@ def _flat_positions(
     places: Placement, lengths: Int32[np.ndarray, " n"], row_length: int
 ) -> Int64[np.ndarray, " tokens"]:
     """Each token's index in the flattened rows."""
-    within = _within(lengths)
-    begins = places.rows.astype(np.int64) * row_length
-    own = np.repeat(begins + places.starts - places.shared, lengths)
-    shared = np.repeat(begins + places.shared_starts, lengths)
-    return within + np.where(within < np.repeat(places.shared, lengths), shared, own)
+    return np.repeat(places.rows.astype(np.int64) * row_length, lengths) + places.columns

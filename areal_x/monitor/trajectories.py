@@ -95,7 +95,7 @@ def trained(turn: Turn) -> list[TrainedTrajectory]:
     for number, batch in enumerate(turn.batches):
         groups = turn.groups[number :: len(turn.batches)]
         length = np.shape(batch.tokens)[1]
-        shares = batch.prefix_ids is not None
+        shares = batch.parents is not None
         # pairs are adjacent in a row
         parts = (
             pack_groups(groups, length, together=together, share_prompts=shares)

@@ -31,9 +31,9 @@ class Scorer(Protocol):
     a trainer or a server."""
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        """Returns each token's log-probability given the tokens before it in its segment and those
-        of the prompt that the segment shares (`Batch.prefix_ids`); 0 for a segment's first token
-        and for padding. For a trainer: under the current policy, with the head "policy" only."""
+        """Returns each token's log-probability given the tokens before it in its sequence (see
+        `Batch.parents`); 0 for a sequence's first token and for padding. For a trainer: under the
+        current policy, with the head "policy" only."""
         ...
 
 
@@ -51,8 +51,8 @@ class Trainer(Scorer, Protocol):
     def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         """Returns one number per token; 0 for padding.
 
-        With the head "value": the reward expected given the tokens before it in its segment, 0 for
-        a segment's first token. With "reward": the score of the segment up to and including it. The
+        With the head "value": the reward expected given the tokens before it in its sequence, 0 for
+        a sequence's first token. With "reward": the score of the sequence up to and including it. The
         number is a linear function without bias of the last hidden state, Hugging Face's `score` of
         a sequence classifier with one label; 0 if the model's directory has none.
         """

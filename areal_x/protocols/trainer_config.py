@@ -308,7 +308,7 @@ class TrainerConfig:
     `update` or `save`."""
 
     share_prompts: bool = False
-    """True if batches have `prefix_ids`."""
+    """True if batches have `parents`."""
 
     deterministic: bool = False
     """True if identical steps must give identical bits."""

@@ -1,17 +1,21 @@
-"""Prompt sharing: no trained token is lost or duplicated, and every token can be gathered."""
+"""Sharing of tokens: none that is trained is lost or trained twice, and every sequence is in the rows from its first token to
+its last."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_x.algorithms.recipes import grpo
+from areal_x.batching.batch import Models, make_batches
 from areal_x.batching.packing import Packed, pack
-from areal_x.batching.sharing import MIN_SHARED_TOKENS, find_prefix_sets
-from areal_x.types import Images, Trajectory
+from areal_x.batching.sharing import MIN_SHARED_TOKENS, divided, tries_of
+from areal_x.types import Episode, Group, Images, Kept, Scored, Task, Trajectory
 
 ROW = 96
 
@@ -27,135 +31,233 @@ def group(prompt: int, answers: list[int], number: int = 0) -> list[Trajectory]:
     return [member(np.full(prompt, 100 + number), answer, i + 1000 * number) for i, answer in enumerate(answers)]
 
 
-# A prompt and the lengths of its answers; longer contexts than MIN_SHARED_TOKENS and shorter ones.
-groups_in_rows = st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 36), min_size=1, max_size=9)), max_size=7)
+def turns_of(prompt: np.ndarray, lengths: list[tuple[int, int]], seed: int) -> list[Trajectory]:
+    """The calls of an agent, each with its whole history as context. lengths: of each call's answer, and of what it is told."""
+    rng, context, made = np.random.default_rng(seed), prompt, []
+    for answer, told in lengths:
+        made.append(member(context, answer, int(rng.integers(1 << 30))))
+        context = np.concatenate([made[-1].tokens, rng.integers(0, 50, told)])
+    return made
 
 
-def packed_of(made: list[tuple[int, list[int]]], row_length: int = ROW) -> tuple[list[Trajectory], list[int], Packed]:
-    members = [group(prompt, answers, number) for number, (prompt, answers) in enumerate(made)]
-    trajectories, owners = [t for own in members for t in own], [n for n, own in enumerate(members) for _ in own]
-    return trajectories, owners, pack(trajectories, row_length, groups=owners)
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Trajectory], list[int]]:
+    """Trajectories made of a few pieces, so that they begin alike, part and go on from one another, in groups; of some, tokens
+    are trained that others of the group train too, and of some none."""
+    pieces = [np.full(draw(st.integers(1, 40)), token) for token in range(3)]
+    trajectories, groups = [], []
+    for _ in range(draw(st.integers(0, 14))):
+        chosen = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
+        tokens = np.concatenate([pieces[i] for i in chosen])[:ROW].astype(np.int32)
+        mask = np.arange(len(tokens)) >= draw(st.integers(0, len(tokens)))
+        mask &= np.arange(len(tokens)) % draw(st.integers(1, 3)) == 0
+        seed = np.random.default_rng(len(trajectories))
+        logprobs = np.where(mask, -seed.random(len(tokens)), 0).astype(np.float32)
+        trajectories.append(Trajectory(tokens, mask, logprobs, np.where(mask, 1, -1).astype(np.int32)))
+        groups.append(draw(st.integers(0, 1)))
+    return trajectories, groups
 
 
-@settings(max_examples=150)
-@given(groups_in_rows)
-def test_every_token_is_found_and_each_trained_one_lies_once(made: list[tuple[int, list[int]]]) -> None:
-    trajectories, _, packed = packed_of(made)
+def walked(packed: Packed, row: int, column: int) -> list[int]:
+    """The columns of a token's sequence up to itself, by its parents."""
+    found = [column]
+    while (column := int(packed.batch.parents[row, column])) >= 0:
+        found.append(column)
+    return found[::-1]
+
+
+def columns_of(packed: Packed) -> list[np.ndarray]:
+    return np.split(packed.places.columns, np.cumsum(packed.lengths)[:-1]) if len(packed.lengths) else []
+
+
+@settings(max_examples=80)
+@given(batches())
+def test_every_sequence_is_recovered_and_each_trained_token_is_there_once(made: tuple[list[Trajectory], list[int]]) -> None:
+    trajectories, groups = made
+    packed = pack(trajectories, ROW, groups=groups)
     batch = packed.batch
-    fields = {"tokens": "tokens", "mask": "mask", "behavior_logp": "logprobs", "versions": "versions"}
-    for name, of_trajectory in fields.items():
+    for trajectory, columns, row in zip(trajectories, columns_of(packed), packed.places.rows, strict=True):
+        path = walked(packed, row, columns[-1])
+        assert path == columns.tolist()
+        assert batch.tokens[row, path].tolist() == trajectory.tokens.tolist()
+        assert batch.positions[row, path].tolist() == list(range(len(trajectory)))
+        assert (batch.segment_ids[row, path] > 0).all()
+    trained = [
+        (int(row), column)
+        for trajectory, columns, row in zip(trajectories, columns_of(packed), packed.places.rows, strict=True)
+        for column in columns[trajectory.mask].tolist()
+    ]
+    assert len(set(trained)) == len(trained) == batch.mask.sum()
+    for name, of_trajectory in {"mask": "mask", "behavior_logp": "logprobs", "versions": "versions"}.items():
         for trajectory, found in zip(trajectories, packed.gather(getattr(batch, name)), strict=True):
-            np.testing.assert_array_equal(found, getattr(trajectory, of_trajectory))
-    for trajectory, positions in zip(trajectories, packed.gather(batch.positions), strict=True):
-        assert positions.tolist() == list(range(len(trajectory)))
-    assert batch.mask.sum() == sum(t.mask.sum() for t in trajectories)
-    saved = sum(len(t) for t in trajectories) - np.count_nonzero(batch.segment_ids)
-    lie = zip(packed.places.rows.tolist(), packed.places.shared_starts.tolist(), packed.places.shared.tolist(), strict=True)
-    assert saved == packed.places.shared.sum() - sum(shared for _, _, shared in set(lie))
-    assert not batch.prefix_ids[batch.segment_ids == 0].any()
+            np.testing.assert_array_equal(found[trajectory.mask], getattr(trajectory, of_trajectory)[trajectory.mask])
+    for i, found in enumerate(packed.gather(batch.segment_ids)):
+        assert (found[trajectories[i].mask] == packed.places.segments[i]).all()
 
 
-@settings(max_examples=100)
-@given(groups_in_rows)
-def test_a_token_attends_to_what_comes_before_it_in_its_trajectory(made: list[tuple[int, list[int]]]) -> None:
-    trajectories, _, packed = packed_of(made)
-    batch = packed.batch
-    for i, trajectory in enumerate(trajectories):
-        row, first = packed.places.rows[i], packed.places.starts[i]
-        prefix, own = batch.prefix_ids[row, first], batch.segment_ids[row, first]
-        seen = [j for j in range(first + 1) if batch.segment_ids[row, j] in {prefix, own} - {0}]
-        assert batch.tokens[row, seen].tolist() == trajectory.tokens[: packed.places.shared[i] + 1].tolist()
-        assert not batch.prefix_ids[row, batch.segment_ids[row] == prefix].any() or prefix == 0
-        here = batch.segment_ids[row] == own
-        assert here.sum() == len(trajectory) - packed.places.shared[i]
-        assert (batch.prefix_ids[row, here] == prefix).all()
-        # The first trained token has its predecessor in its own segment, and a shared one is not trained on.
-        assert not trajectory.mask[: packed.places.shared[i] + 1].any()
+@settings(max_examples=60)
+@given(batches())
+def test_rows_are_tries_in_preorder_of_one_group_each(made: tuple[list[Trajectory], list[int]]) -> None:
+    trajectories, groups = made
+    packed = pack(trajectories, ROW, groups=groups)
+    holders: dict[tuple[int, int], set[int]] = {}
+    for group_, columns, row in zip(groups, columns_of(packed), packed.places.rows, strict=True):
+        for column in columns.tolist():
+            holders.setdefault((int(row), column), set()).add(group_)
+    assert all(len(of_groups) == 1 for of_groups in holders.values())
+    for row, (parents, ids) in enumerate(zip(packed.batch.parents, packed.batch.segment_ids, strict=True)):
+        filled = np.count_nonzero(ids)
+        assert (ids[:filled] > 0).all()
+        assert (parents[filled:] == -1).all()
+        assert {(row, column) for column in range(filled)} == {at for at in holders if at[0] == row}
+        for before, column in pairwise(range(filled)):  # a token continues one of the last token's sequence, or none
+            assert parents[column] in {-1, *walked(packed, row, before)}
+        assert ids.max(initial=0) <= filled
 
 
-@settings(max_examples=100)
-@given(groups_in_rows)
-def test_gather_is_the_inverse_of_spread_tokens(made: list[tuple[int, list[int]]]) -> None:
-    trajectories, _, packed = packed_of(made)
-    values = [np.where(t.mask, np.random.default_rng(i).random(len(t)), 7.0) for i, t in enumerate(trajectories)]
-    for value, found in zip(values, packed.gather(packed.spread_tokens(values)), strict=True):
-        np.testing.assert_array_equal(found, value.astype(np.float32))
+@settings(max_examples=60)
+@given(batches())
+def test_what_is_spread_is_found_where_it_is_trained(made: tuple[list[Trajectory], list[int]]) -> None:
+    trajectories, groups = made
+    packed = pack(trajectories, ROW, groups=groups)
+    values = [np.random.default_rng(i).random(len(t)).astype(np.float32) for i, t in enumerate(trajectories)]
+    for trajectory, value, found in zip(trajectories, values, packed.gather(packed.spread_tokens(values)), strict=True):
+        np.testing.assert_array_equal(found[trajectory.mask], value[trajectory.mask])
     spread = packed.spread(np.arange(1.0, len(trajectories) + 1))
     for i, (trajectory, found) in enumerate(zip(trajectories, packed.gather(spread), strict=True)):
-        assert (found[packed.places.shared[i] :] == i + 1).all()
         assert (found[trajectory.mask] == i + 1).all()
-    assert np.count_nonzero(spread) == sum(map(len, trajectories)) - packed.places.shared.sum()
+    assert not spread[packed.batch.segment_ids == 0].any()
 
 
-@settings(max_examples=100)
-@given(groups_in_rows)
-def test_sharing_never_needs_more_rows(made: list[tuple[int, list[int]]]) -> None:
-    trajectories, _, packed = packed_of(made)
+@settings(max_examples=60)
+@given(batches())
+def test_sharing_never_needs_more_rows_or_tokens(made: tuple[list[Trajectory], list[int]]) -> None:
+    trajectories, groups = made
+    packed = pack(trajectories, ROW, groups=groups)
     assert packed.batch.shape[0] <= pack(trajectories, ROW).batch.shape[0]
+    assert np.count_nonzero(packed.batch.segment_ids) <= sum(map(len, trajectories))
 
 
-def test_a_group_lies_beside_one_copy_of_its_prompt() -> None:
-    _, _, packed = packed_of([(40, [10, 12, 9])])
-    (row,) = packed.batch.segment_ids
-    assert np.bincount(row).tolist() == [ROW - 73, 39, 11, 13, 10]
-    assert packed.batch.prefix_ids[0, :40].tolist() == [0] * 39 + [1]
-    assert packed.batch.positions[0, 38:42].tolist() == [38, 39, 40, 41]
-    assert packed.places.segments.tolist() == [2, 3, 4]
+def stored(trajectories: list[Trajectory], row_length: int = 10**4, groups: list[int] | None = None) -> int:
+    packed = pack(trajectories, row_length, groups=groups or [0] * len(trajectories))
+    return np.count_nonzero(packed.batch.segment_ids)
 
 
-def test_a_group_too_large_for_a_row_is_cut_and_each_part_has_a_copy() -> None:
-    _, _, packed = packed_of([(40, [20] * 4)])
+def test_answers_stand_behind_one_copy_of_their_prompt() -> None:
+    packed = pack(group(40, [10, 12, 9]), ROW, groups=[0] * 3)
+    assert packed.batch.shape[0] == 1
+    assert packed.batch.parents[0, [0, 1, 39, 40, 41, 52, 53, 62, 63]].tolist() == [-1, 0, 38, 39, 40, 39, 52, 39, 62]
+    assert packed.batch.positions[0, [0, 39, 40, 52, 62]].tolist() == [0, 39, 40, 40, 40]
+    assert np.bincount(packed.batch.segment_ids[0]).tolist() == [ROW - 71, 50, 12, 9]
+
+
+def test_the_turns_of_an_agent_are_one_sequence_of_which_each_turn_is_trained_once() -> None:
+    turns = turns_of(np.full(30, 99), [(10, 5), (8, 3), (6, 0)], 0)
+    assert stored(turns) == len(turns[-1]) == 62
+    packed = pack(turns, ROW, groups=[0] * 3)
+    assert packed.batch.mask[0].tolist() == [30 <= i < 40 or 45 <= i < 53 or 56 <= i < 62 for i in range(ROW)]
+    assert packed.batch.parents[0, :62].tolist() == list(range(-1, 61))
+    assert packed.batch.segment_ids[0, [30, 39, 45, 52, 56, 61]].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_agents_that_leave_their_reasoning_out_of_later_prompts_share_the_rest() -> None:
+    rng, context, made, needed = np.random.default_rng(0), np.full(30, 99), [], 30
+    for _ in range(3):
+        thought, answer, told = (rng.integers(0, 50, n) for n in (20, 25, 10))
+        tokens = np.concatenate([thought, answer]).astype(np.int32)
+        made.append(Trajectory.from_completion(context.astype(np.int32), tokens, np.zeros(45), np.zeros(45)))
+        context = np.concatenate([context, answer, told])
+        needed += len(tokens) + len(answer) + len(told)
+    assert stored(made) == needed - 25 - 10  # nothing comes behind the last
+
+
+def test_what_two_trajectories_train_is_there_twice_behind_what_they_share() -> None:
+    prompt, same = np.arange(30), np.zeros(10, np.int32)
+    made = [Trajectory.from_completion(prompt, same, same.astype(np.float32), same) for _ in range(2)]
+    assert stored(made) == 30 + 2 * 10
+    context = np.append(prompt, [*same, 7, 7, 7]).astype(np.int32)
+    later = Trajectory.from_completion(context, same, same.astype(np.float32), same)
+    assert stored([*made, later]) == 30 + 2 * 10 + 3 + 10  # behind one of the two
+    untrained = [replace(t, mask=np.zeros(40, np.bool_)) for t in made]
+    assert stored(untrained) == 40
+    assert pack(untrained, ROW, groups=[0, 0]).places.segments.tolist() == [1, 0]
+
+
+def test_a_group_too_large_for_a_row_is_divided_and_each_part_has_a_copy() -> None:
+    packed = pack(group(40, [20] * 4), ROW, groups=[0] * 4)
     assert packed.batch.shape[0] == 2
-    assert packed.places.shared.tolist() == [39] * 4
     assert sorted(packed.places.rows.tolist()) == [0, 0, 1, 1]
-    assert np.count_nonzero(packed.batch.segment_ids) == 2 * 39 + 4 * 21
+    assert np.count_nonzero(packed.batch.segment_ids) == 2 * 40 + 4 * 20
+    assert stored(group(60, [20, 20]), ROW) == 2 * 80  # each alone in a row
 
 
-def test_a_member_left_alone_has_nothing_to_share() -> None:
-    _, _, packed = packed_of([(60, [20, 20])])
-    assert packed.places.shared.tolist() == [0, 0]
+def test_parts_of_a_group_are_those_that_share_most() -> None:
+    agents = [turns_of(np.full(20, 99), [(10, 10), (10, 10), (10, 0)], seed) for seed in range(2)]
+    assert stored([*agents[0], *agents[1]], ROW) == 2 * 70
+    (trie,) = tries_of([*agents[0], *agents[1]], [0] * 6)
+    assert [sorted(part.members) for part in divided(trie, ROW)] == [[0, 1, 2], [3, 4, 5]]
+    assert [part.size for part in divided(trie, 2 * 70 - 20)] == [2 * 70 - 20]
 
 
-def test_short_prompts_are_not_shared() -> None:
-    assert packed_of([(MIN_SHARED_TOKENS, [5, 5])])[2].places.shared.tolist() == [0, 0]
-    assert packed_of([(MIN_SHARED_TOKENS + 1, [5, 5])])[2].places.shared.tolist() == [MIN_SHARED_TOKENS] * 2
+@settings(max_examples=60)
+@given(batches(), st.integers(1, ROW))
+def test_parts_have_all_trajectories_once_and_no_more_tokens_than_allowed(
+    made: tuple[list[Trajectory], list[int]], most: int
+) -> None:
+    trajectories, groups = made
+    found = []
+    for trie in tries_of(trajectories, groups):
+        longest = max(len(trajectories[i]) for i in trie.root.held)
+        for part in divided(trie, most):
+            found += part.members
+            assert part.size <= max(most, longest)
+            assert len({int(trajectories[i].tokens[0]) for i in part.members}) == 1
+    assert sorted(found) == list(range(len(trajectories)))
+
+
+def test_few_tokens_are_not_shared_by_branches() -> None:
+    assert stored(group(MIN_SHARED_TOKENS - 1, [5, 5])) == 2 * (MIN_SHARED_TOKENS + 4)
+    assert stored(group(MIN_SHARED_TOKENS, [5, 5])) == MIN_SHARED_TOKENS + 10
+    trunk = np.arange(20)
+    made = [member(np.concatenate([trunk, [60 + i, 63, 70]]), 5, seed) for seed, i in enumerate((0, 1, 1))]
+    assert stored(made) == 20 + 3 * 8
 
 
 def test_members_of_different_groups_share_nothing() -> None:
-    made = group(30, [5, 5])
-    assert pack(made, ROW, groups=[0, 1]).places.shared.tolist() == [0, 0]
-
-
-def test_only_context_is_shared() -> None:
-    prompt, same = np.arange(30), np.zeros(10, np.int32)
-    made = [Trajectory.from_completion(prompt, same, same.astype(np.float32), same) for _ in range(2)]
-    assert pack(made, ROW, groups=[0, 0]).places.shared.tolist() == [29, 29]
+    assert stored(group(30, [5, 5]), groups=[0, 1]) == 70
 
 
 def test_images_are_not_shared() -> None:
     images = Images(np.zeros((4, 6), np.float32), np.array([[1, 2, 2]], np.int32))
     made = [replace(t, images=images) for t in group(30, [5, 5])] + group(30, [5, 5])
-    assert pack(made, ROW, groups=[0] * 4).places.shared.tolist() == [0, 0, 29, 29]
+    assert stored(made) == 2 * 35 + 30 + 2 * 5
 
 
-def test_where_contexts_part_the_branches_share_if_that_saves_more() -> None:
-    trunk = np.arange(20)
-    longer = [member(np.concatenate([trunk, np.full(30, 60 + i)]), 5, i) for i in (1, 1, 2, 2)]
-    shares = {tuple(one.members): one.shared for one in find_prefix_sets(longer, [0] * 4)}
-    assert shares == {(0, 1): 49, (2, 3): 49}
-    shorter = [member(np.concatenate([trunk, np.full(3, 60 + i)]), 5, i) for i in range(4)]
-    assert {tuple(one.members): one.shared for one in find_prefix_sets(shorter, [0] * 4)} == {(0, 1, 2, 3): 19}
+def test_what_sampling_kept_stays_with_the_trajectory_that_trains_the_token() -> None:
+    turns = turns_of(np.full(30, 99), [(4, 5), (3, 0)], 0)
+    own = np.concatenate([np.full(30, 0), np.full(4, 2)]).astype(np.int32)
+    ids = np.stack([turns[0].tokens[30:], turns[0].tokens[30:] + 1], axis=1).reshape(-1).astype(np.int32)
+    kept = Kept(own, ids)
+    elsewhere = Kept.joined([Kept.everything(30), Kept(np.ones(4, np.int32), turns[0].tokens[30:]), Kept.everything(8)])
+    made = [replace(turns[0], kept=kept), replace(turns[1], kept=elsewhere)]
+    pairs = pack(made, ROW, groups=[0, 0]).batch.kept[0]
+    wanted = np.stack([np.repeat(np.arange(30, 34), 2), ids], axis=1)
+    assert sorted(pairs[pairs[:, 0] >= 0].tolist()) == sorted(wanted.tolist())
 
 
-def test_a_context_that_ends_where_others_go_on_is_shared_with_them() -> None:
-    trunk = np.arange(40)
-    made = [member(trunk, 5, 0), member(np.append(trunk, [60, 61]), 5, 1), member(np.append(trunk, [62]), 5, 2)]
-    assert [(one.members.tolist(), one.shared) for one in find_prefix_sets(made, [0] * 3)] == [([0, 1, 2], 39)]
+def test_weights_and_advantages_of_trained_tokens_are_those_without_sharing() -> None:
+    agents = [turns_of(np.full(30, 99), [(10 + seed, 5), (8, 3), (6, 0)], seed) for seed in range(4)]
+    episodes = tuple(Episode(Scored(float(i % 3)), tuple(turns)) for i, turns in enumerate(agents))
+    groups = [Group(Task("a", ""), 0, 0, episodes)]
+    found = [make_batches(groups, grpo(), 256, Models(None), share_prompts=shares)[0] for shares in (False, True)]
+    alone, shared = ([np.sort(np.asarray(x)[b.mask]) for x in (b.weights, b.advantages, b.behavior_logp)] for b in found)
+    for x, y in zip(alone, shared, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
-def test_without_groups_nothing_is_said_of_sharing() -> None:
-    assert pack(group(30, [5, 5]), ROW).batch.prefix_ids is None
-    assert not pack(group(3, [5, 5]), ROW, groups=[0, 0]).batch.prefix_ids.any()
+def test_without_groups_rows_have_no_parents() -> None:
+    assert pack(group(30, [5, 5]), ROW).batch.parents is None
+    assert (pack([], ROW, groups=[]).batch.parents == -1).all()
 
 
 def test_pairs_cannot_share() -> None:

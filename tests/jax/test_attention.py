@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from areal_x.errors import ConfigError
+from areal_x.protocols.tries import subtree_ends
 from areal_x_jax import attention
 from areal_x_jax.attention import attend, prepare
 from areal_x_jax.attention_kernels import Candidate, splash
 from areal_x_jax.blocked_attention import KEPT, _Ids, _split, blocked, reach
-from areal_x_jax.dense_attention import AttentionMask, dense
+from areal_x_jax.dense_attention import AttentionMask, Tries, dense
 from tests.thorough import further
 
 HEAD_DIM = 8
@@ -50,19 +51,20 @@ def formula(
     ids: np.ndarray,
     window: int = 0,
     softcap: float = 0.0,
-    prefixes: np.ndarray | None = None,
+    parents: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Returns the attention output and the gradients of query, key and value (and sinks), in fp64, one query of one head at a
-    time."""
+    time. parents: a batch's; a query sees the last `window` of its ancestors and itself."""
     query, key, value, gradient = (x.astype(np.float64) for x in inputs)
     group = query.shape[2] // key.shape[2]
     attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (gradient, query, key, value))
     d_sinks = np.zeros(query.shape[2])
     for row, i, head in np.ndindex(query.shape[:3]):
         first = max(0, i - window + 1) if window else 0
-        own = {ids[row, i]} | ({prefixes[row, i]} if prefixes is not None else set())
-        at = [j for j in range(first, i + 1) if ids[row, j] in own - {0}]
+        at = [j for j in range(first, i + 1) if ids[row, j] == ids[row, i] > 0]
+        if parents is not None:
+            at = ancestors(parents[row], i)[-window:] if ids[row, i] else []
         if not at:
             continue
         keys, values = key[row, at, head // group], value[row, at, head // group]
@@ -161,21 +163,61 @@ def test_no_kernel_of_a_platform_is_given_sinks_or_values_of_another_width(monke
         attend(query, key, value, seen, scale=SCALE, implementation="any")
 
 
-# Two prompts that others go on from, one of them at a row's end, between sequences that share nothing.
-SHARING = packed((5, 17, 9, 3, 8), (12, 20, 6, 5, 7), (5,), length=53)
-PREFIXES = np.array([[0, 0, 2, 2, 0], [0, 0, 2, 2, 1], [0, 0, 0, 0, 0]], np.int32)
+def ancestors(parents: np.ndarray, i: int) -> list[int]:
+    """A token and those before it in its sequences, the first one first."""
+    return [*(ancestors(parents, parents[i]) if parents[i] >= 0 else []), i]
+
+
+def trie(*rows: tuple[tuple[int, int], ...], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Segment ids and parents of rows of nodes, each as its length and the number of the one that it continues, or −1."""
+    ids, parents = np.zeros((len(rows), length), np.int32), np.full((len(rows), length), -1, np.int32)
+    for row, of_row in enumerate(rows):
+        ends: list[int] = []
+        for number, (tokens, parent) in enumerate(of_row):
+            start = ends[-1] if ends else 0
+            ids[row, start : start + tokens] = number + 1
+            parents[row, start : start + tokens] = [ends[parent] - 1 if parent >= 0 else -1, *range(start, start + tokens - 1)]
+            ends.append(start + tokens)
+    return ids, parents
+
+
+def tries_of(ids: np.ndarray, parents: np.ndarray) -> Tries:
+    until = np.stack([subtree_ends(own, of_row) for own, of_row in zip(parents, ids, strict=True)])
+    positions = np.array([[len(ancestors(own, i)) - 1 for i in range(ids.shape[1])] for own in parents], np.int32)
+    return Tries(until, positions, positions)
+
+
+# Nodes that several go on from, below others that several go on from, between sequences that share nothing.
+SHARING, PARENTS = trie(
+    ((5, -1), (9, -1), (6, 1), (4, 2), (3, 2), (5, 1), (8, -1)),
+    ((12, -1), (3, 0), (9, 1), (1, 1), (7, 0), (14, 0)),
+    ((5, -1),),
+    length=53,
+)
 
 
 @pytest.mark.parametrize("way", [*WAYS.values(), partial(blocked, block=7)], ids=[*WAYS, "blocks of 7"])
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("softcap", [0.0, 0.7])
-def test_answers_see_the_prompt_that_they_share_and_not_each_other(
-    way: Callable[..., jax.Array], group: int, softcap: float
+@pytest.mark.parametrize("group", [1, *further(2)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.7), (6, 0.0), *further((1, 0.0), (13, 0.7))])
+def test_branches_see_what_they_share_and_not_each_other(
+    way: Callable[..., jax.Array], group: int, window: int, softcap: float
 ) -> None:
     inputs = draw(SHARING, group)
-    prefixes = np.where(SHARING > 0, np.take_along_axis(PREFIXES, np.maximum(SHARING - 1, 0), axis=1), 0).astype(np.int32)
-    found = computed(way, inputs, AttentionMask(SHARING, SHARING, prefixes=prefixes), softcap)
-    assert_close(found, formula(inputs, SHARING, softcap=softcap, prefixes=prefixes))
+    seen = AttentionMask(SHARING, SHARING, window=window, tries=tries_of(SHARING, PARENTS))
+    wanted = formula(inputs, SHARING, window, softcap, PARENTS)
+    assert_close(computed(way, inputs, seen, softcap), wanted)
+    assert_close(computed(way, inputs, prepare(seen, "dense"), softcap), wanted)
+
+
+def test_a_part_of_the_queries_sees_of_a_trie_what_all_see() -> None:
+    query, key, value, gradient = draw(SHARING)
+    whole, at = tries_of(SHARING, PARENTS), slice(20, 41)
+    wanted = computed(WAYS["dense"], draw(SHARING), AttentionMask(SHARING, SHARING, window=6, tries=whole))
+    for way in (WAYS["dense"], partial(blocked, block=7)):
+        tries = Tries(whole.until, whole.query_positions[:, at], whole.key_positions)
+        seen = AttentionMask(SHARING[:, at], SHARING, jnp.int32(at.start), 6, tries=tries)
+        found = computed(way, [query[:, at], key, value, gradient[:, at]], seen)
+        assert_close(found[:2], [x[:, at] for x in wanted[:2]])
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -291,11 +333,11 @@ def test_what_is_prepared_is_what_dense_adds() -> None:
 # ---- what blocked costs
 
 
-def pairs(ids: np.ndarray, block: int, window: int = 0, prefixes: np.ndarray | None = None) -> int:
+def pairs(ids: np.ndarray, block: int, window: int = 0, tries: Tries | None = None) -> int:
     split = partial(_split, block=block)
-    shared = None if prefixes is None else split(jnp.asarray(prefixes))
-    reached = reach(_Ids(split(jnp.asarray(ids)), split(jnp.asarray(ids)), 0, window, shared))
-    return int(np.sum(reached.end - reached.first))
+    of_blocks = None if tries is None else Tries(*(split(jnp.asarray(x)) for x in tries))
+    reached = reach(_Ids(split(jnp.asarray(ids)), split(jnp.asarray(ids)), 0, window, of_blocks))
+    return int(np.sum(reached.count))
 
 
 def test_pairs_of_blocks_in_which_nothing_is_seen_are_passed_over() -> None:
@@ -309,14 +351,20 @@ def test_pairs_of_blocks_in_which_nothing_is_seen_are_passed_over() -> None:
     assert pairs(packed((100,), (), length=1024), 64) == 3
 
 
-def test_what_lies_between_a_prompt_and_an_answer_is_passed_over() -> None:
-    ids = packed((256, *(64,) * 8), length=768)
-    prefixes = np.where(ids > 1, 1, 0).astype(np.int32)
-    assert pairs(ids, 64, prefixes=prefixes) == 4 * 5 // 2 + 8 * (4 + 1)
-    behind_another = packed((128, 256, *(64,) * 6), length=768)
-    prefixes = np.where(behind_another > 2, 2, 0).astype(np.int32)
-    assert pairs(behind_another, 64, prefixes=prefixes) == 2 * 3 // 2 + 4 * 5 // 2 + 6 * (4 + 1)
-    assert pairs(ids, 64, prefixes=np.zeros_like(ids)) == pairs(ids, 64)
+def test_of_a_trie_those_blocks_are_computed_in_which_something_is_seen_and_no_others() -> None:
+    ids, parents = trie(((256, -1), *((64, 0) for _ in range(8))), length=768)
+    assert pairs(ids, 64, tries=tries_of(ids, parents)) == 4 * 5 // 2 + 8 * (4 + 1)
+    nodes = ((128, -1), (192, -1), (64, 1), (128, 2), (64, 2), (64, 1))
+    ids, parents = trie(nodes, length=768)
+    tries = tries_of(ids, parents)
+    assert pairs(ids, 64, tries=tries) == 3 + 3 * 4 // 2 + 4 + (5 + 6) + 5 + 4  # padding costs nothing
+    assert pairs(ids, 64, 64, tries) == 3 + 5 + 2 + 4 + 2 + 2  # own blocks and the one before
+    for block in (32, 48):
+        until = tries.until
+        i, j = np.meshgrid(np.arange(768), np.arange(768), indexing="ij")
+        seen = (j <= i) & (i < until[0][None]) & (ids[0] > 0)[:, None]
+        count = sum(seen[a : a + block, b : b + block].any() for a in range(0, 768, block) for b in range(0, 768, block))
+        assert pairs(ids, block, tries=tries) == count
 
 
 def arrays_of(jaxpr: Any) -> Iterator[tuple[int, ...]]:

@@ -11,7 +11,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from areal_x_jax import packed_cudnn as module
-from areal_x_jax.dense_attention import AttentionMask, dense
+from areal_x_jax.dense_attention import AttentionMask, Tries, dense
 from areal_x_jax.packed_cudnn import packed_cudnn, packed_cudnn_takes, run_ends
 
 from .test_attention import IDS, computed, draw, packed
@@ -77,5 +77,5 @@ def test_only_plain_causal_attention_in_bf16_is_taken() -> None:
     assert packed_cudnn_takes(query, key, seen, 0.0)
     assert not packed_cudnn_takes(query.astype(jnp.float32), key, seen, 0.0)
     assert not packed_cudnn_takes(query, key, seen, 2.0)
-    for change in ({"ends": None}, {"window": 5}, {"start": jnp.int32(0)}, {"prefixes": IDS}):
+    for change in ({"ends": None}, {"window": 5}, {"start": jnp.int32(0)}, {"tries": Tries(IDS, IDS, IDS)}):
         assert not packed_cudnn_takes(query, key, seen._replace(**change), 0.0)

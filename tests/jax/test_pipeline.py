@@ -39,14 +39,15 @@ class Staged(Partitioner):
 
 
 def rows_of(vocab: int) -> dict[str, Any]:
-    """Rows of three segments, the second of which shares the first one's tokens; the last row has padding."""
+    """Rows of three segments, the second of which continues the first; the last row has padding."""
     rng = np.random.default_rng(0)
     segments = np.repeat([[1, 2, 3]], [4, 4, 4], axis=1) * np.ones((ROWS, 1), int)
     segments[-1, 7:] = 0
     at = np.concatenate([np.arange(4), np.arange(4, 8), np.arange(4)]) * np.ones((ROWS, 1), int)
-    shared = np.where(segments == 2, 1, 0)
+    until = np.repeat([8, 8, 12], 4) * np.ones((ROWS, 1), int)
+    until[-1] = np.where(segments[-1] > 0, 7, 0)
     tokens = rng.integers(0, vocab, (ROWS, LENGTH))
-    return {"tokens": tokens, "positions": at, "segment_ids": segments, "prefix_ids": shared}
+    return {"tokens": tokens, "positions": at, "segment_ids": segments, "until": until}
 
 
 def computed(arch: Architecture, params: Any, partitioner: Partitioner, rows: dict[str, Any]) -> Any:
@@ -72,8 +73,6 @@ def test_stages_compute_what_all_layers_do(name: str, stages: int, shares: int, 
     rows = rows_of(arch.vocab)
     if arch.experts is not None:
         rows |= {"recorded": np.stack([recorded(LENGTH, seed, 8, arch.layers) for seed in range(ROWS)])}
-    if any(arch.windows):  # JAX counts windows by indices in a row
-        rows["prefix_ids"] = np.zeros_like(rows["prefix_ids"])
     run = partial(computed, arch, params)
     (_, (expected, _)), of_expected = run(ONE_DEVICE, rows)
     (_, (hidden, imbalance)), gradient = run(Staged(stages, shares), rows)

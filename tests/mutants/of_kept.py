@@ -72,8 +72,8 @@ MUTANTS: list[Mutant] = [
         AGREE,
         (
             "torch: log-probabilities are of everything",
-            'for name in ("kept", "prefix_ids", *IMAGES)',
-            'for name in ("prefix_ids", *IMAGES)',
+            'for name in ("kept", "parents", *IMAGES)',
+            'for name in ("parents", *IMAGES)',
         ),
     ),
     *planted(
@@ -81,8 +81,8 @@ MUTANTS: list[Mutant] = [
         AGREE,
         (
             "JAX: log-probabilities are of everything",
-            '("experts", "kept", "prefix_ids", *IMAGES)',
-            '("experts", "prefix_ids", *IMAGES)',
+            '("experts", "kept", "parents", *IMAGES)',
+            '("experts", "parents", *IMAGES)',
         ),
     ),
     *planted(

@@ -35,13 +35,69 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the sequences of a row attend to each other",
-            "        segment_ids=filled([np.where(is_shared, shared_segment, own_segment)], np.int32),",
-            "        segment_ids=filled([np.minimum(np.where(is_shared, shared_segment, own_segment), 1)], np.int32),",
+            "        segment_ids=filled([np.repeat(places.segments, lengths)], np.int32),",
+            "        segment_ids=filled([np.repeat(np.minimum(places.segments, 1), lengths)], np.int32),",
         ),
         (
             "padding counts as drawn by the first policy",
             "        versions=filled([t.versions for t in trajectories], np.int32, padding=NOT_THE_POLICY),",
             "        versions=filled([t.versions for t in trajectories], np.int32, padding=0),",
+        ),
+    ),
+    *planted(
+        "areal_x/batching/sharing.py",
+        ("tests/batching/test_sharing.py",),
+        (
+            "a token is trained for one of the trajectories that train it",
+            " | (\n        node.trained[:most] & trajectory.mask[own]\n    )",
+            "",
+        ),
+        (
+            "a shared token is its first trajectory's, whoever trains it",
+            "    owner[at[trained]] = each[trained]\n",
+            "",
+        ),
+        (
+            "what is below a node that is split stays with its beginning",
+            "node.trained[count:], below, node.children)]",
+            "node.trained[count:], below, []), *node.children]",
+        ),
+        (
+            "trajectories of all groups share tokens",
+            "        members[group, -1 if",
+            "        members[0, -1 if",
+        ),
+    ),
+    *planted(
+        "areal_x/protocols/tries.py",
+        ("tests/protocols/test_tries.py",),
+        (
+            "a token is seen by what continues the token before it",
+            'np.searchsorted(-least, -own, side="right")',
+            'np.searchsorted(-least, -own, side="left")',
+        ),
+        (
+            "a node does not end where another continues it",
+            "| (children[before + 1] > 1) ",
+            "",
+        ),
+    ),
+    *planted(
+        JAX + "head.py",
+        ("tests/test_share_prompts.py",),
+        (
+            "JAX: a node's first token is predicted from the token before it in the row",
+            "        hidden = _before_next(hidden, parents)\n        if teacher is not None:",
+            "        if teacher is not None:",
+        ),
+    ),
+    *planted(
+        TORCH + "flat_rows.py",
+        ("tests/test_share_prompts.py",),
+        (
+            "torch: a node's first token is not predicted",
+            "np.where(self.prefixes < 0, -1, ends[self.prefixes] - 1)",
+            "-1",
         ),
     ),
     *planted(
@@ -64,8 +120,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: a sequence's first token is predicted from the sequence before it",
-            "    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)",
-            "    follows = segment_ids[:, 1:] > 0",
+            "        follows &= segment_ids[:, 1:] == segment_ids[:, :-1]\n",
+            "        pass\n",
         ),
     ),
     *planted(

@@ -34,10 +34,13 @@ def formula(query, key, value, sinks, lengths, scale, window, softcap, prefixes=
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    before = [lengths[i] if i >= 0 else 0 for i in prefixes]
+    chains = [[i] for i in range(len(lengths))]  # each sequence and those that it continues
+    for i, prefix in enumerate(prefixes):
+        chains[i] += chains[prefix] if prefix >= 0 else []
+    before = [sum(lengths[j] for j in chain[1:]) for chain in chains]
     at = torch.cat([torch.arange(first, first + length) for first, length in zip(before, lengths, strict=True)])
-    behind, shared = at[:, None] - at, torch.tensor(prefixes)[ids]
-    seen = ((ids[:, None] == ids) | (shared[:, None] == ids)) & (behind >= 0) & (behind < (window or len(ids)))
+    behind, whole = at[:, None] - at, torch.tensor([[j in chain for j in range(len(lengths))] for chain in chains])
+    seen = whole[ids][:, ids] & (behind >= 0) & (behind < (window or len(ids)))
     powers = scores.masked_fill(~seen, -torch.inf).exp()
     extra = 0 if sinks is None else sinks.exp()[:, None, None]
     return (powers / (powers.sum(-1, keepdim=True) + extra) @ value).transpose(1, 2)
@@ -72,8 +75,10 @@ def test_heads_share_keys_in_equal_groups(kv_heads):
     agrees(sdpa, RAGGED, 4, 2.0, kv_heads)
 
 
-# The first and the sixth are prompts that others go on from; neighbours of one length, with and without the same prompt.
-SHARING, PREFIXES = (5, 4, 4, 2, 2, 6, 6, 3, 3), (-1, 0, 0, 0, -1, -1, 5, 5, -1)
+# The first and the sixth are prompts that others go on from, one of these from one that goes on itself; neighbours of one
+# length that continue the same one, and that do not.
+SHARING, PREFIXES = (5, 4, 4, 2, 2, 6, 6, 3, 3), (-1, 0, 0, 0, -1, -1, 5, 6, 5)
+SEEN = [5, 9, 9, 7, 2, 6, 12, 15, 9]
 
 
 @pytest.mark.parametrize("window", [None, 3, 6, 100])
@@ -166,8 +171,8 @@ def test_flash_attn_is_asked_for_the_same(flash_attn, window, softcap):
 def test_flash_attn_is_given_a_copy_of_a_shared_prompt_with_each_answer(flash_attn, window):
     agrees(flash, SHARING, window, prefixes=PREFIXES)
     assert flash_attn.cu_seqlens_q.diff().tolist() == list(SHARING)
-    assert flash_attn.cu_seqlens_k.diff().tolist() == [5, 9, 9, 7, 2, 6, 12, 9, 3]
-    assert (flash_attn.max_seqlen_q, flash_attn.max_seqlen_k) == (6, 12)
+    assert flash_attn.cu_seqlens_k.diff().tolist() == SEEN
+    assert (flash_attn.max_seqlen_q, flash_attn.max_seqlen_k) == (6, 15)
     assert flash_attn.causal
 
 

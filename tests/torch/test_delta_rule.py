@@ -37,10 +37,11 @@ def inputs_of(tokens, seed):
 
 
 def token_by_token(inputs, segments):
-    """The recurrence as the papers write it, of each sequence with the prompt that it continues."""
+    """The recurrence as the papers write it, of each sequence with those that it continues."""
     found, parts = [], list(zip(*(x.split(segments.lengths) for x in inputs), strict=True))
-    for i, prefix in enumerate(segments.prefixes):
-        own = Inputs(*(torch.cat(both) for both in zip(*(parts[j] for j in (prefix, i) if j >= 0), strict=True)))
+    chains = chains_of(segments.prefixes)
+    for i, chain in enumerate(chains):
+        own = Inputs(*(torch.cat(both) for both in zip(*(parts[j] for j in chain), strict=True)))
         state, outputs = torch.zeros(HEADS, GROUP, KEYS, VALUES, dtype=torch.float64), []
         for query, key, value, g, beta in zip(*own, strict=True):
             state = state * g.exp()[..., None, None]
@@ -51,6 +52,14 @@ def token_by_token(inputs, segments):
     return torch.cat(found).flatten(1, 2)
 
 
+def chains_of(prefixes):
+    """Of each sequence those that it continues, the first one first, and itself."""
+    chains = []
+    for i, prefix in enumerate(prefixes):
+        chains.append([*(chains[prefix] if prefix >= 0 else []), i])
+    return chains
+
+
 def segments_of(lengths, prefixes=None):
     return Segments.of(tuple(lengths), sdpa, CPU, None if prefixes is None else tuple(prefixes))
 
@@ -59,9 +68,11 @@ ROWS = st.lists(st.integers(1, 140), min_size=1, max_size=3)
 
 
 @settings(deadline=None, max_examples=5)
-@given(ROWS, st.lists(st.integers(1, 70), max_size=2), st.data())
+@given(ROWS, st.lists(st.integers(1, 70), max_size=3), st.data())
 def test_chunks_compute_the_recurrence_and_its_gradients(lengths, continuing, data):
-    prefixes = [-1] * len(lengths) + [data.draw(st.integers(0, len(lengths) - 1)) for _ in continuing]
+    prefixes = [-1] * len(lengths)
+    for _ in continuing:
+        prefixes.append(data.draw(st.integers(0, len(prefixes) - 1)))
     segments = segments_of([*lengths, *continuing], prefixes)
     found = []
     for rule in (delta_chunks.gated_delta_rule, token_by_token):
@@ -97,18 +108,19 @@ def test_what_the_backward_pass_keeps_grows_with_tokens_and_is_what_recomputatio
 
 
 @pytest.mark.parametrize("name", ["qwen3_next-0", "qwen3_5_text-1"])
-def test_answers_that_share_a_prompt_are_those_of_whole_sequences(name, tmp_path):
+def test_branches_that_share_tokens_are_those_of_whole_sequences(name, tmp_path):
     """A prompt shorter than the convolution, one longer than a chunk; gradients of either's parameters too."""
-    lengths, prefixes = (70, 2, 5, 66, 1, 3), (-1, -1, 0, 0, 1, 1)
+    lengths, prefixes = (70, 2, 5, 66, 1, 3, 4), (-1, -1, 0, 0, 1, 1, 4)
     parts = [torch.from_numpy(x.astype(np.int64)) for x in sequences(*lengths)]
     ours, theirs = (loaded(write_config(CASES[name], tmp_path)), plain(tmp_path))
-    starts = [0 if prefix < 0 else lengths[prefix] for prefix in prefixes]
+    chains = chains_of(prefixes)
+    starts = [sum(lengths[j] for j in chain[:-1]) for chain in chains]
     positions = torch.cat([torch.arange(n) + start for n, start in zip(lengths, starts, strict=True)])
     row = PackedRow(torch.cat(parts), positions, segments_of(lengths, prefixes))
     shared = hidden_states(ours, row).split(lengths)[2:]
     whole = [
-        theirs.model(torch.cat([parts[prefix], own])[None], use_cache=False).last_hidden_state[0, -len(own) :]
-        for prefix, own in zip(prefixes[2:], parts[2:], strict=True)
+        theirs.model(torch.cat([parts[j] for j in chain])[None], use_cache=False).last_hidden_state[0, -lengths[chain[-1]] :]
+        for chain in chains[2:]
     ]
     for found in (shared, whole):
         sum((x * torch.linspace(-1, 1, x.numel()).view_as(x)).sum() for x in found).backward()

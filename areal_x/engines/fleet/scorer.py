@@ -17,6 +17,7 @@ from jaxtyping import Float32, Int64
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError
+from areal_x.protocols.tries import paths
 from areal_x.runtime.loop import run, together
 from areal_x.types import Batch
 
@@ -119,8 +120,7 @@ class ServerScorer:
         )
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        """Computes log-probabilities as `areal_x.protocols.trainer.Scorer` does; but after a shared
-        prompt a segment's first token has one too.
+        """Computes log-probabilities as `areal_x.protocols.trainer.Scorer` does.
 
         Raises: EngineError if a server is lost or responds with an error; UserError for a sequence
         longer than the server's context, for a batch with images and for truncated sampling.
@@ -204,24 +204,15 @@ class ServerScorer:
 
 
 def sequences(batch: Batch) -> list[tuple[int, Int64[np.ndarray, " T"]]]:
-    """Returns the row and the positions of every sequence: of each segment, preceded by those of
-    the prompt that it shares with others."""
-    found = []
-    for row, ids in enumerate(np.asarray(batch.segment_ids)):
-        edges = np.flatnonzero(np.diff(ids)) + 1
-        of_ids = {
-            int(ids[place[0]]): place
-            for place in np.split(np.arange(len(ids)), edges)
-            if ids[place[0]] > 0
-        }
-        prompts = [0] * len(of_ids)
-        if batch.prefix_ids is not None:
-            prompts = [int(batch.prefix_ids[row, place[0]]) for place in of_ids.values()]
-        whole = [
-            np.concatenate([of_ids[p], place]) if p else place
-            for p, place in zip(prompts, of_ids.values(), strict=True)
-        ]
-        found += [
-            (row, place) for id_, place in zip(of_ids, whole, strict=True) if id_ not in prompts
-        ]
-    return found
+    """Returns the row and the positions of the fewest sequences that hold every token: each segment,
+    or, where sequences share tokens (`Batch.parents`), each that no other continues."""
+    ids = np.asarray(batch.segment_ids)
+    if batch.parents is None:
+        found = []
+        for row, own in enumerate(ids):
+            edges = np.flatnonzero(np.diff(own)) + 1
+            places = np.split(np.arange(len(own)), edges)
+            found += [(row, place) for place in places if own[place[0]] > 0]
+        return found
+    rows = enumerate(zip(np.asarray(batch.parents), ids, strict=True))
+    return [(row, place) for row, (parents, own) in rows for place in paths(parents, own)]

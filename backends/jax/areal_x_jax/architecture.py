@@ -442,22 +442,17 @@ def delta_rule_of(described: ParsedConfig) -> DeltaRule | None:
 
 
 def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:
-    """Raises: ConfigError if prompts are to be shared by a model for which that would change the
+    """Raises: ConfigError if tokens are to be shared by a model for which that would change the
     numbers."""
     has = (
         "has a vision tower, whose positions are counted differently"
         if arch.vision is not None
         else ""
     )
-    if any(arch.windows):
-        has = (
-            "has sliding windows, which JAX counts by indices in a row and not by positions (torch"
-            " counts by positions)"
-        )
     if arch.delta is not None:
         has = (
-            "has gated delta rule layers, whose states JAX does not continue from a prompt's (torch"
-            " does)"
+            "has gated delta rule layers, whose states JAX does not continue from those of shared"
+            " tokens (torch does)"
         )
     if shares and has:
         raise ConfigError("train.share_prompts", True, f"False with {directory}, which {has}")

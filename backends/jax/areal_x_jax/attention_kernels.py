@@ -127,10 +127,7 @@ def _splash_takes(query: Array, key: Array, mask: AttentionMask, softcap: float)
         and query.shape[1] % 128 == 0
     )
     return (
-        square
-        and isinstance(mask.window, int)
-        and mask.prefixes is None
-        and jax.device_count() == 1
+        square and isinstance(mask.window, int) and mask.tries is None and jax.device_count() == 1
     )
 
 
@@ -140,7 +137,7 @@ CANDIDATES = {
         packed_cudnn,
         packed_cudnn_takes,
         "one NVIDIA GPU of the Hopper generation or later, bf16, whole rows, a head_dim of at most 128"
-        " that 8 divides, and no window, soft cap or shared prompts",
+        " that 8 divides, and no window, soft cap or shared tokens",
         windows=False,
     ),
     "cudnn": Candidate(
@@ -155,7 +152,7 @@ CANDIDATES = {
         splash,
         _splash_takes,
         "one TPU device, whole rows whose length 128 divides, windows known when it is compiled,"
-        " and no shared prompts",
+        " and no shared tokens",
     ),
 }
 

@@ -21,6 +21,7 @@ from areal_x_jax.dense_attention import (
     AttentionMask,
     Keys,
     Queries,
+    Tries,
     Values,
     group_heads,
     group_sinks,
@@ -56,8 +57,11 @@ def blocked(
     block = block or (CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK)
     queries, keys = (min(block, x.shape[1]) for x in (query, key))
     window = None if is_statically_zero(mask.window) else mask.window
-    prefixes = None if mask.prefixes is None else _split(mask.prefixes, queries)
-    ids = _Ids(_split(mask.queries, queries), _split(mask.keys, keys), mask.start, window, prefixes)
+    tries = None
+    if mask.tries is not None:
+        until, of_queries, of_keys = mask.tries
+        tries = Tries(_split(until, keys), _split(of_queries, queries), _split(of_keys, keys))
+    ids = _Ids(_split(mask.queries, queries), _split(mask.keys, keys), mask.start, window, tries)
     # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys,
     # head_dim]
     grouped = jnp.moveaxis(_split(group_heads(query * scale, key.shape[2]), queries), 3, 2)
@@ -78,63 +82,62 @@ class _Ids(NamedTuple):
     keys: Int[Array, "key_blocks rows block"]
     start: int | Int[Array, ""]
     window: int | Int[Array, ""] | None
-    prefixes: Int[Array, "query_blocks rows block"] | None = None
+    tries: Tries | None = None
 
 
 class Reach(NamedTuple):
-    """Blocks of keys that a block of queries iterates over: from `first` to before `end`, where
-    each from `gap` on stands for the block `past` further on: other answers lie between a shared
-    prompt and an answer."""
+    """Blocks of keys that each block of queries iterates over: the first `count` of `blocks`, in
+    their order in the row."""
 
-    first: Int[Array, " query_blocks"]
-    end: Int[Array, " query_blocks"]
-    gap: Int[Array, " query_blocks"] | None = None
-    past: Int[Array, " query_blocks"] | None = None
-
-    def block(self, j: Array) -> Array:
-        return j if self.gap is None else jnp.where(j < self.gap, j, j + self.past)
+    blocks: Int[Array, "query_blocks key_blocks"]
+    count: Int[Array, " query_blocks"]
 
 
 def reach(ids: _Ids) -> Reach:
-    """Returns all blocks of keys in which any row's block of queries may see something, and few
+    """Returns the blocks of keys in which any row's block of queries may see something, and few
     others."""
-    own = within_reach(ids, ids.queries)
-    if ids.prefixes is None:
-        return Reach(*own)
-    (first, end), (prefix_first, prefix_end) = own, within_reach(ids, ids.prefixes)
-    none = prefix_end == 0  # an empty range begins at block 0
-    prefix_first = jnp.where(none, first, jnp.minimum(prefix_first, first))
-    gap = jnp.where(none, first, jnp.minimum(prefix_end, first))
-    return Reach(prefix_first, end - (first - gap), gap, first - gap)
+    (count, _, width), (key_count, _, keys) = ids.queries.shape, ids.keys.shape
+    first_query = (ids.start + jnp.arange(count) * width)[:, None]
+    first_key = jnp.arange(key_count) * keys
+    meet = first_key < first_query + width
+    if ids.tries is None:
+        meet &= _segments_meet(ids)
+        if not is_statically_zero(ids.window):
+            near = first_key + keys > first_query - ids.window + 1
+            meet &= near | (ids.window == 0)
+    else:
+        meet &= _tries_meet(ids, ids.tries, first_query)
+    order = jnp.argsort(~meet, axis=1, stable=True)
+    return Reach(order.astype(jnp.int32), jnp.sum(meet, axis=1, dtype=jnp.int32))
 
 
-def within_reach(
-    ids: _Ids, queries: Int[Array, "query_blocks rows block"]
-) -> tuple[Int[Array, " query_blocks"], Int[Array, " query_blocks"]]:
-    """Returns the first block of keys in which any row's block of queries may see one of these
-    segments, and the one after the last; 0 and 0 if there is none.
-
-    Two blocks meet where the ranges of their segment ids overlap: nothing visible is left out for
-    any order of ids, and for rows packed one segment after the other little else is kept.
-    """
+def _segments_meet(ids: _Ids) -> Bool[Array, "query_blocks key_blocks"]:
+    """Two blocks meet where the ranges of their segment ids overlap: nothing visible is left out for
+    any order of ids, and for rows packed one segment after the other little else is kept."""
     largest = jnp.iinfo(ids.queries.dtype).max
 
     def least_and_largest(x: Array) -> tuple[Array, Array]:
         return jnp.min(jnp.where(x > 0, x, largest), axis=-1), jnp.max(x, axis=-1)
 
-    least, most = (x[:, None] for x in least_and_largest(queries))
+    least, most = (x[:, None] for x in least_and_largest(ids.queries))
     key_least, key_most = least_and_largest(ids.keys)
-    meet = jnp.any((least <= key_most) & (key_least <= most), axis=-1)  # [query_blocks, key_blocks]
-    (count, _, width), (key_count, _, keys) = queries.shape, ids.keys.shape
-    first_query, first_key = (
-        (ids.start + jnp.arange(count) * width)[:, None],
-        jnp.arange(key_count) * keys,
-    )
-    meet &= first_key < first_query + width
+    return jnp.any((least <= key_most) & (key_least <= most), axis=-1)
+
+
+def _tries_meet(
+    ids: _Ids, tries: Tries, first_query: Int[Array, "query_blocks 1"]
+) -> Bool[Array, "query_blocks key_blocks"]:
+    """A block of queries meets the blocks of which any key's subtree reaches it, and which its window
+    reaches: for the first, exactly those of which it sees a key."""
+    largest = jnp.iinfo(jnp.int32).max
+    real, real_keys = ids.queries > 0, ids.keys > 0
+    until = jnp.max(jnp.where(real_keys, tries.until, 0), axis=-1)  # [key_blocks, rows]
+    meet = until > first_query[..., None]
     if not is_statically_zero(ids.window):
-        meet &= (first_key + keys > first_query - ids.window + 1) | (ids.window == 0)
-    end = key_count - jnp.argmax(meet[:, ::-1], axis=1)
-    return jnp.argmax(meet, axis=1), jnp.where(jnp.any(meet, axis=1), end, 0)
+        least = jnp.min(jnp.where(real, tries.query_positions, largest), axis=-1)[:, None]
+        most = jnp.max(jnp.where(real_keys, tries.key_positions, -1), axis=-1)
+        meet &= (least - most < ids.window) | (ids.window == 0)
+    return jnp.any(meet & jnp.any(real, axis=-1)[:, None], axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,7 +154,7 @@ def _forward(
         index, reached, query = at
 
         def add(step: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            (top, total, attended), j = sums, reached.block(step)
+            (top, total, attended), j = sums, reached.blocks[step]
             scores, visible = _scores(softcap, query, key[j], ids, index, j)
             scores = jnp.where(visible, scores, HIDDEN)
             new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
@@ -176,9 +179,7 @@ def _forward(
             if sinks is None
             else (of_each + sinks[:, None], of_each + 1)
         )
-        top, total, attended = jax.lax.fori_loop(
-            reached.first, reached.end, add, (*before, nothing)
-        )
+        top, total, attended = jax.lax.fori_loop(0, reached.count, add, (*before, nothing))
         # A query without visible keys has summed the weights of hidden ones.
         sees_any = top > HIDDEN / 2
         top, total = jnp.where(sees_any, top, 0.0), jnp.where(sees_any, total, 1.0)
@@ -200,7 +201,7 @@ def _backward(
         shift = jnp.sum(gradient.astype(jnp.float32) * attended, axis=-1, keepdims=True)
 
         def add(step: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            (d_query, d_key, d_value), j = sums, reached.block(step)
+            (d_query, d_key, d_value), j = sums, reached.blocks[step]
             scores, visible = _scores(softcap, query, key[j], ids, index, j)
             weights = jnp.where(visible, jnp.exp(scores - log_total[..., None]), 0.0)
             d_weights = jnp.einsum(
@@ -220,7 +221,7 @@ def _backward(
             )
 
         d_query, *sums = jax.lax.fori_loop(
-            reached.first, reached.end, add, (jnp.zeros_like(query, jnp.float32), *sums)
+            0, reached.count, add, (jnp.zeros_like(query, jnp.float32), *sums)
         )
         return tuple(sums), d_query.astype(query.dtype)
 
@@ -250,9 +251,12 @@ def _scores(
     queries, keys = ids.queries.shape[2], ids.keys.shape[2]
     query_at, key_at = ids.start + i * queries + jnp.arange(queries), j * keys + jnp.arange(keys)
     of_queries, of_keys = ids.queries[i], ids.keys[j]
-    prefixes = None if ids.prefixes is None else ids.prefixes[i]
+    tries = None
+    if ids.tries is not None:
+        until, query_positions, key_positions = ids.tries
+        tries = Tries(until[j], query_positions[i], key_positions[j])
     visible = (
-        visible_keys(of_queries, of_keys, query_at, key_at, ids.window, prefixes)
+        visible_keys(of_queries, of_keys, query_at, key_at, ids.window, tries)
         & (of_queries > 0)[..., None]
     )
     return softcapped(scores, softcap), visible[:, None, :, None]

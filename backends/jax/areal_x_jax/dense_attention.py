@@ -14,12 +14,24 @@ from jaxtyping import Array, Bool, Float, Int
 HIDDEN = -1e30
 
 
+class Tries(NamedTuple):
+    """Which keys a query sees in rows whose sequences share tokens (`areal_x.types.Batch.parents`).
+
+    until: for each key the index in the row before which queries see it, the end of its subtree.
+    query_positions, key_positions: in their sequences, which a window counts.
+    """
+
+    until: Int[Array, "rows keys"]
+    query_positions: Int[Array, "rows queries"]
+    key_positions: Int[Array, "rows keys"]
+
+
 class AttentionMask(NamedTuple):
     """The keys that each query attends to.
 
     Query i sees key j of its own segment if j <= start + i and, with a window, start + i - j <
-    window. It also sees every earlier key of the segment `prefixes[i]`, if that is not 0; there is
-    no window then.
+    window. With tries, it sees key j if j <= start + i < until[j] and, with a window, the same of
+    their positions.
 
     queries, keys: segment ids. start: index in the row of the first query, 0 unless the row is
     split. window: 0 for no window. Both may be traced; Python integers cost less and more kernels
@@ -32,7 +44,7 @@ class AttentionMask(NamedTuple):
     start: int | Int[Array, ""] = 0
     window: int | Int[Array, ""] = 0
     bias: Float[Array, "rows 1 queries 1 keys"] | None = None
-    prefixes: Int[Array, "rows queries"] | None = None
+    tries: Tries | None = None
     ends: Int[Array, "rows runs"] | None = None
 
 
@@ -50,18 +62,29 @@ def visible_keys(
     query_at: Int[Array, " queries"],
     key_at: Int[Array, " keys"],
     window: int | Int[Array, ""] | None,
-    prefixes: Int[Array, "rows queries"] | None = None,
+    tries: Tries | None = None,
 ) -> Bool[Array, "rows queries keys"]:
-    """Returns which keys each query sees, given segment ids and indices in the row. prefixes: see
+    """Returns which keys each query sees, given segment ids and indices in the row. tries: see
     `AttentionMask`."""
-    behind = query_at[:, None] - key_at
-    near = behind >= 0
+    visible = query_at[:, None] >= key_at
     if not is_statically_zero(window):
-        near &= (behind < window) | (window == 0)
-    same = queries[:, :, None] == keys[:, None, :]
-    if prefixes is not None:
-        same |= (prefixes[:, :, None] == keys[:, None, :]) & (prefixes > 0)[:, :, None]
-    return same & near
+        visible &= within_window(query_at, key_at, window, tries)
+    if tries is not None:
+        return visible & (query_at[:, None] < tries.until[:, None, :])
+    return visible & (queries[:, :, None] == keys[:, None, :])
+
+
+def within_window(
+    query_at: Int[Array, " queries"],
+    key_at: Int[Array, " keys"],
+    window: int | Int[Array, ""] | None,
+    tries: Tries | None,
+) -> Bool[Array, "_ queries keys"]:
+    """Returns which keys are within each query's window; all for a window of 0."""
+    behind = (query_at[:, None] - key_at)[None]
+    if tries is not None:
+        behind = tries.query_positions[:, :, None] - tries.key_positions[:, None, :]
+    return (behind < window) | (window == 0)
 
 
 def attention_bias(mask: AttentionMask) -> Float[Array, "rows 1 queries 1 keys"]:
@@ -71,14 +94,12 @@ def attention_bias(mask: AttentionMask) -> Float[Array, "rows 1 queries 1 keys"]
         jnp.arange(mask.keys.shape[1]),
     )
     if mask.bias is None:
-        visible = visible_keys(
-            mask.queries, mask.keys, query_at, key_at, mask.window, mask.prefixes
-        )
+        visible = visible_keys(mask.queries, mask.keys, query_at, key_at, mask.window, mask.tries)
         return jnp.where(visible, 0.0, HIDDEN)[:, None, :, None]
     if is_statically_zero(mask.window):
         return mask.bias
-    near = (query_at[:, None] - key_at < mask.window) | (mask.window == 0)
-    return jnp.where(near[:, None], mask.bias, HIDDEN)
+    near = within_window(query_at, key_at, mask.window, mask.tries)
+    return jnp.where(near[:, None, :, None], mask.bias, HIDDEN)
 
 
 def is_statically_zero(x: int | Array | None) -> bool:

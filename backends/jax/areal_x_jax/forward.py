@@ -30,11 +30,13 @@ jax.tree_util.register_dataclass(Policy)
 
 
 class Rows(NamedTuple):
-    """A batch and its images. ends: see `AttentionMask`; None unless a kernel reads them."""
+    """A batch and its images. ends: see `AttentionMask`; None unless a kernel reads them. until: see
+    `dense_attention.Tries`; None unless sequences share tokens."""
 
     batch: Batch
     images: ImageArrays | None
     ends: Int[Array, "rows runs"] | None = None
+    until: Int[Array, "rows length"] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,15 @@ class Forward:
         """Returns the head's outputs for a micro-batch, and how unevenly its experts were chosen
         (None without experts). base: the frozen model, if `params` are adapters."""
         params = self._with_base(params, base)
-        (batch, images, ends), cast = rows, self._cast(params)
+        batch, images, cast = rows.batch, rows.images, self._cast(params)
         remat = self._remat(batch, images)
         features = self._image_features(self.arch, cast, images, remat)
         hidden, imbalance = self._hidden(
-            self.arch, cast, batch, features, ends, remat=remat, recorded=batch.experts
+            self.arch, cast, rows, features, remat=remat, recorded=batch.experts
         )
         if self.arch.scores:
             before = self.config.head == "value"
-            values = head.values(hidden, params["score"], batch.segment_ids, before)
+            values = head.values(hidden, params["score"], batch.segment_ids, before, batch.parents)
             return Policy(values=values), imbalance
         beside = None
         if teacher is not None:
@@ -78,7 +80,7 @@ class Forward:
             # It gets no gradient, so none of its activations are saved.
             features = self._image_features(self.teacher_arch, teacher, images, "products")
             teacher_hidden, _ = self._hidden(
-                self.teacher_arch, teacher, batch, features, ends, remat="products"
+                self.teacher_arch, teacher, rows, features, remat="products"
             )
             beside = head.Teacher(
                 teacher_hidden,
@@ -102,6 +104,7 @@ class Forward:
             partitioner=self.partitioner,
             tied=self.arch.tied,
             kept=batch.kept,
+            parents=batch.parents,
         )
         return Policy(logp=logp, entropy=entropies, divergence=divergence), imbalance
 
@@ -173,13 +176,13 @@ class Forward:
         self,
         arch: Architecture,
         params: Params,
-        batch: Batch,
+        rows: Rows,
         features: ImageFeatures | None,
-        ends: Array | None,
         *,
         remat: str,
         recorded: Array | None = None,
     ) -> tuple[Array, Array | None]:
+        batch = rows.batch
         return hidden_states(
             arch,
             params,
@@ -191,8 +194,8 @@ class Forward:
             self.config.model.attention,
             recorded,
             features,
-            batch.prefix_ids,
-            ends,
+            rows.until,
+            rows.ends,
         )
 
 

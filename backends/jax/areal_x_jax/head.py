@@ -55,6 +55,7 @@ def logprobs(
     tied: bool = False,
     kept: Int[Array, "rows most 2"] | None = None,
     logits_at_once: int = LOGITS,
+    parents: Int[Array, "rows length"] | None = None,
 ) -> tuple[
     Float[Array, "rows length"],
     Float[Array, "rows length"] | None,
@@ -71,8 +72,13 @@ def logprobs(
     has the logits of a part of the vocabulary, and only sums are exchanged. tied: True if the
     kernel is a transposed array, which is then read in place instead of copied. kept: see
     `areal_x.types.Batch`; the softmax of a token that has any is over these ids alone, but not that
-    of a divergence.
+    of a divergence. parents: of tokens that sequences share, see there too: a token is predicted from
+    its parent.
     """
+    if parents is not None:
+        hidden = _before_next(hidden, parents)
+        if teacher is not None:
+            teacher = teacher._replace(hidden=_before_next(teacher.hidden, parents))
     rows, length = tokens.shape
     apart, least = partitioner.size(*ROW_AXES), 1 if chunk else NARROWEST
     # of one device
@@ -92,7 +98,7 @@ def logprobs(
         outputs = jax.tree.map(
             lambda x: x.reshape(rows, length)[:, :-1], (*_by_blocks(blocks, *flat), None)
         )
-        return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), outputs)
+        return jax.tree.map(lambda x: _shift_to_next(x, segment_ids, parents), outputs)
     kernel = partitioner.constrain(kernel, None, "vocab")
 
     def logits_of(
@@ -147,7 +153,7 @@ def logprobs(
         outputs = jax.tree.map(
             lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1], outputs
         )
-    return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), outputs)
+    return jax.tree.map(lambda x: _shift_to_next(x, segment_ids, parents), outputs)
 
 
 def values(
@@ -155,26 +161,44 @@ def values(
     kernel: Float[Array, "features 1"],
     segment_ids: Int[Array, "rows length"],
     before: bool,
+    parents: Int[Array, "rows length"] | None = None,
 ) -> Float[Array, "rows length"]:
     """Returns hidden @ kernel for each token of a segment, else 0. In fp32.
 
     before: for each token the value after the token before it in its segment, as for a
-    log-probability; 0 for a segment's first token.
+    log-probability; 0 for a segment's first token. parents: see `logprobs`.
     """
+    if parents is not None and before:
+        hidden = _before_next(hidden, parents)
     of_each = (hidden.astype(jnp.float32) @ kernel)[..., 0]
     return (
-        _shift_to_next(of_each[:, :-1], segment_ids)
+        _shift_to_next(of_each[:, :-1], segment_ids, parents)
         if before
         else jnp.where(segment_ids > 0, of_each, 0.0)
     )
 
 
+def _before_next(
+    hidden: Float[Array, "rows length features"], parents: Int[Array, "rows length"]
+) -> Float[Array, "rows length features"]:
+    """Returns in each place the state of the next token's parent, from which that is predicted: that
+    of the place itself, but before a node of a trie."""
+    at = jnp.pad(jnp.maximum(parents[:, 1:], 0), ((0, 0), (0, 1)))
+    return jnp.take_along_axis(hidden, at[..., None], axis=1)
+
+
 def _shift_to_next(
-    outputs: Float[Array, "rows length-1"], segment_ids: Int[Array, "rows length"]
+    outputs: Float[Array, "rows length-1"],
+    segment_ids: Int[Array, "rows length"],
+    parents: Int[Array, "rows length"] | None,
 ) -> Float[Array, "rows length"]:
-    """Moves each position's output to the next token, which it predicts; 0 at padding and at a
-    segment's first token."""
-    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    """Moves each position's output to the next token, which it predicts; 0 at padding and at the
+    first token of a segment, or one without a parent."""
+    follows = segment_ids[:, 1:] > 0
+    if parents is None:
+        follows &= segment_ids[:, 1:] == segment_ids[:, :-1]
+    else:
+        follows &= parents[:, 1:] >= 0
     return jnp.pad(jnp.where(follows, outputs, 0.0), ((0, 0), (1, 0)))
 
 

@@ -35,7 +35,7 @@ from areal_x_jax import (
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.blocked_attention import KEPT
 from areal_x_jax.delta_rule import Inputs
-from areal_x_jax.dense_attention import AttentionMask
+from areal_x_jax.dense_attention import AttentionMask, Tries
 from areal_x_jax.latent_attention import Latent
 from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
@@ -99,16 +99,16 @@ def hidden_states(
     implementation: str = "auto",
     recorded: Int[Array, "rows length layers per_token"] | None = None,
     images: ImageFeatures | None = None,
-    prefix_ids: Int[Array, "rows length"] | None = None,
+    until: Int[Array, "rows length"] | None = None,
     ends: Int[Array, "rows runs"] | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
     """Returns the head's input for packed rows, and the mean over layers of `experts.imbalance`, or
     None without experts.
 
-    A token attends to those before it in its own segment and in the one that prefix_ids names (see
-    `areal_x.types.Batch`). images: None if no row has any. implementation: of attention (see
-    areal_x_jax.attention). recorded: the experts that each token goes through (see
-    `experts.route`). ends: see `AttentionMask`.
+    A token attends to those before it in its own segment, or, if sequences share tokens, to those
+    whose subtrees it is in. until: where these end (see `dense_attention.Tries`). images: None if no
+    row has any. implementation: of attention (see areal_x_jax.attention). recorded: the experts that
+    each token goes through (see `experts.route`). ends: see `AttentionMask`.
 
     remat: what the backward pass recomputes. "products": all but the results of products with
     kernels and of attention (scores, everything elementwise): a fifth faster on a CPU than saving
@@ -133,12 +133,13 @@ def hidden_states(
         chosen: Array | None,
     ) -> tuple[Array, list[Array]]:
         """Applies the layers of `scanned`, all or those of a stage."""
-        positions, segment_ids, prefix_ids = of_rows
+        positions, segment_ids, until = of_rows
         # The barrier keeps the compiler from recomputing sines for each head and layer.
         rotations = jax.lax.optimization_barrier(
             position_rotations(arch, positions) if images is None else (images.rotation,)
         )
-        attend = attention_of(arch, segment_ids, prefix_ids, implementation, partitioner, ends)
+        tries = None if until is None else (until, positions)
+        attend = attention_of(arch, segment_ids, tries, implementation, partitioner, ends)
 
         def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
             weights, ((window, rope_index, depth), chosen) = of_layer
@@ -165,7 +166,9 @@ def hidden_states(
             images.places[..., None] < 0, x, gather_places(images.embeddings, images.places)
         )
     x = partitioner.constrain(x, "rows", "length", None)
-    of_rows = positions, segment_ids, prefix_ids
+    if until is not None:  # Padding sees itself, so that no softmax is over nothing.
+        until = jnp.where(segment_ids > 0, until, jnp.arange(until.shape[1]) + 1)
+    of_rows = positions, segment_ids, until
     depth = None if images is None or images.deepstack is None else np.arange(arch.layers)
     per_layer = np.array(arch.windows), np.array(arch.layer_ropes), depth
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
@@ -192,13 +195,14 @@ Attend: TypeAlias = Callable[
 def attention_of(
     arch: Architecture,
     segment_ids: Int[Array, "rows length"],
-    prefix_ids: Int[Array, "rows length"] | None,
+    tries: tuple[Array, Array] | None,
     implementation: str,
     partitioner: Partitioner,
     ends: Int[Array, "rows runs"] | None = None,
 ) -> Attend:
     """Returns attention within the segments of these rows; on a mesh each device computes its rows,
-    its heads and, against the keys and values of whole rows, its part of their length."""
+    its heads and, against the keys and values of whole rows, its part of their length. tries: until
+    which index each token is seen, and positions, if sequences share tokens."""
     attend = partial(
         attention.attend,
         scale=arch.scale,
@@ -206,7 +210,8 @@ def attention_of(
         implementation=implementation,
     )
     (window, *others), devices = set(arch.windows), partitioner.size(*AXES)
-    seen = AttentionMask(segment_ids, segment_ids, prefixes=prefix_ids, ends=ends)
+    of_tries = None if tries is None else Tries(*tries, tries[1])
+    seen = AttentionMask(segment_ids, segment_ids, tries=of_tries, ends=ends)
     if devices == 1:
         seen = attention.prepare(seen, implementation)
 
@@ -223,13 +228,15 @@ def attention_of(
         queries: Array,
         of_layer: Array,
         sinks: Array | None,
-        prefixes: Array | None,
+        tries: tuple[Array, Array] | None,
     ) -> Array:
-        key, value, keys = (
-            jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (key, value, queries)
-        )
+        def whole(x: Array) -> Array:
+            return jax.lax.all_gather(x, "context", axis=1, tiled=True)
+
+        key, value, keys = map(whole, (key, value, queries))
         start = jax.lax.axis_index("context") * query.shape[1]
-        own = AttentionMask(queries, keys, start, of_layer if others else window, None, prefixes)
+        of_tries = None if tries is None else Tries(whole(tries[0]), tries[1], whole(tries[1]))
+        own = AttentionMask(queries, keys, start, of_layer if others else window, None, of_tries)
         return attend(query, key, value, own, sinks=sinks)
 
     heads, ids = (
@@ -246,7 +253,7 @@ def attention_of(
     if on_mesh is None:
         return attend_whole_rows
     return lambda query, key, value, window, sinks: on_mesh(
-        query, key, value, segment_ids, window, sinks, prefix_ids
+        query, key, value, segment_ids, window, sinks, tries
     )
 
 

@@ -83,5 +83,5 @@ def packed_cudnn(
 def packed_cudnn_takes(query: Array, key: Array, mask: AttentionMask, softcap: float) -> bool:
     heads = query.shape[3] % 8 == 0 and query.shape[3] <= 128
     whole = is_statically_zero(mask.start) and query.shape[1] == key.shape[1]
-    plain = is_statically_zero(mask.window) and mask.prefixes is None and not softcap
+    plain = is_statically_zero(mask.window) and mask.tries is None and not softcap
     return query.dtype == jnp.bfloat16 and mask.ends is not None and heads and whole and plain

@@ -29,6 +29,7 @@ from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
 from areal_x.protocols.shares import blank_row, own_rows
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.protocols.tries import subtree_ends
 from areal_x.types import IMAGES, Batch, Loss
 from areal_x_jax import lora, optimizers, resting, sharded_checkpoint
 from areal_x_jax.architecture import Architecture, check_sharing, read_architecture
@@ -348,7 +349,7 @@ class Trainer(HuggingFaceTrainer):
     def _outputs_of(self, method: str, rows: Batch, whole: WholeBatch) -> jax.Array:
         """Returns the outputs of all rows, as they lie on the devices. rows: this process's."""
         self.need_head(method, *HEADS[method])
-        read = {name: getattr(rows, name) for name in ("experts", "kept", "prefix_ids", *IMAGES)}
+        read = {name: getattr(rows, name) for name in ("experts", "kept", "parents", *IMAGES)}
         unlabelled = Batch(rows.tokens, rows.segment_ids, rows.positions, rows.mask, **read)
         laid_out, count = self._to_device(unlabelled, whole)
         outputs: jax.Array = self._outputs(self.params, self.base, laid_out, count)
@@ -399,10 +400,17 @@ class Trainer(HuggingFaceTrainer):
         ends = None
         if self._reads_ends:
             ends = run_ends(np.pad(batch.segment_ids, ((0, capacity * own - rows), (0, 0))))
+        until = None
+        if batch.parents is not None:
+            of_rows = zip(batch.parents, batch.segment_ids, strict=True)
+            until = np.zeros(batch.shape, np.int32)
+            for row, (parents, ids) in enumerate(of_rows):
+                until[row] = subtree_ends(parents, ids)
         return Rows(
             tokens,
             jax.tree.map(partial(lay_out, self.whole_rows), images),
             None if ends is None else lay_out(self.whole_rows, ends),
+            None if until is None else lay_out(self.by_row, until),
         ), np.int32(count)
 
 

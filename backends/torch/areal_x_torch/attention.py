@@ -58,8 +58,8 @@ class Segments:
     attend: Attend
 
     prefixes: tuple[int, ...]
-    """For each sequence the earlier one that it continues, of which it sees every token, or −1; none
-    of these continues another."""
+    """For each sequence the earlier one that it continues, of which it sees every token, and of the one
+    that this continues, and so on; or −1."""
 
     context: ProcessGroup | None = None
     """Processes that each have a part of the row's tokens; None if they are all here."""
@@ -89,8 +89,10 @@ class Segments:
     @cached_property
     def seen(self) -> tuple[int, ...]:
         """Number of keys that the last token of each sequence sees, itself included."""
-        before = [self.lengths[i] if i >= 0 else 0 for i in self.prefixes]
-        return tuple(shared + own for shared, own in zip(before, self.lengths, strict=True))
+        found: list[int] = []
+        for prefix, own in zip(self.prefixes, self.lengths, strict=True):
+            found.append(own + (found[prefix] if prefix >= 0 else 0))
+        return tuple(found)
 
     @property
     def longest(self) -> int:
@@ -113,14 +115,12 @@ class Segments:
     @cached_property
     def keys(self) -> Int32[Tensor, " keys"]:
         """Indices of the keys that each sequence sees, one sequence after another."""
-        ends = (0, *accumulate(self.lengths))
-        spans = [
-            span
-            for i, prefix in enumerate(self.prefixes)
-            for span in ((prefix, i) if prefix >= 0 else (i,))
-        ]
-        places = torch.cat([torch.arange(ends[i], ends[i + 1], dtype=torch.int32) for i in spans])
-        return places.to(self.bounds.device)
+        whole: list[Int32[Tensor, " keys"]] = []
+        for i, (end, length) in enumerate(zip(accumulate(self.lengths), self.lengths, strict=True)):
+            own = torch.arange(end - length, end, dtype=torch.int32)
+            prefix = self.prefixes[i]
+            whole.append(own if prefix < 0 else torch.cat([whole[prefix], own]))
+        return torch.cat(whole).to(self.bounds.device)
 
     @cached_property
     def key_bounds(self) -> Int32[Tensor, " segments+1"]:
@@ -242,7 +242,7 @@ def sdpa(
     sinks: Sinks | None = None,
 ) -> Attended:
     """torch's scaled_dot_product_attention, once for all neighbours of one length that continue the
-    same prompt; no scores between sequences."""
+    same sequence; no scores between sequences."""
     shared = {i for i in segments.prefixes if i >= 0}
     each = enumerate(zip(segments.lengths, segments.prefixes, strict=True))
     # A sequence that others continue is a run of its own.
@@ -253,13 +253,14 @@ def sdpa(
         *(x.split([n * count for n, _, _, count in runs], dim=2) for x in (query, key, value)),
         strict=True,
     )
-    attended, of_shared = [], {}
+    attended: list[Attended] = []
+    of_shared: dict[int, tuple[Keys, Keys]] = {}
     for (length, prefix, of, count), part in zip(runs, parts, strict=True):
-        of_shared[of] = part[1:]
         q, k, v = (x.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for x in part)
         if prefix >= 0:
-            prompt_k, prompt_v = (x.expand(count, -1, -1, -1) for x in of_shared[prefix])
-            k, v = torch.cat([prompt_k, k], dim=2), torch.cat([prompt_v, v], dim=2)
+            before_k, before_v = (x.expand(count, -1, -1, -1) for x in of_shared[prefix])
+            k, v = torch.cat([before_k, k], dim=2), torch.cat([before_v, v], dim=2)
+        of_shared[of] = k, v
         plain = prefix < 0 and softcap is None and sinks is None
         if plain and (window is None or window >= length):
             grouped = query.shape[1] != key.shape[1]
@@ -425,8 +426,8 @@ def _flash_takes(query: Queries, value: Keys) -> bool:
 def _one_after_another(
     query: Queries, key: Keys, value: Keys, segments: Segments
 ) -> list[Float[Tensor, "tokens _ head_dim"]]:
-    """Returns queries, keys and values with the tokens first, and with a copy of the prompt that a
-    sequence continues before its own keys."""
+    """Returns queries, keys and values with the tokens first, and with a copy of what a sequence
+    continues before its own keys."""
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     if segments.shares:
         keys, values = (x.index_select(0, segments.keys) for x in (keys, values))

@@ -3,7 +3,7 @@ computes between its convolution and its output.
 
     S ← α S,   S ← S + β k (v − kᵀ S)ᵀ,   output = Sᵀ q        α = exp(g), g < 0, and 0 < β < 1
 
-S begins as 0 with each sequence, or as the state after the prompt that it continues. Sequences are
+S begins as 0 with each sequence, or as the state after the one that it continues. Sequences are
 computed in chunks: within a chunk all tokens at once, as a triangular system, and from chunk to
 chunk all sequences at once. Memory is linear in the number of tokens. Source: Gated Delta Networks,
 arXiv 2412.06464, section 3.3.
@@ -44,8 +44,8 @@ class Stage(NamedTuple):
 
     tokens: of the flat row; its length where a chunk has none. places: of each token of the row in
     `tokens`; their number for a token that is in none. counts: of the sequences that have a first
-    chunk, a second one and so on. begins: for sequences that continue prompts, the place of each
-    one's prompt among the sequences of the first stage.
+    chunk, a second one and so on. begins: for sequences that continue others, the place of each one's
+    among the sequences of the stage before.
     """
 
     tokens: Int64[Tensor, "chunks chunk"]
@@ -63,7 +63,8 @@ def gated_delta_rule(
     first, *others = segments.layouts["chunks"]
     found, states = _scan(inputs, first, None)
     for stage in others:
-        found = found + _scan(inputs, stage, states[stage.begins])[0]
+        of_stage, states = _scan(inputs, stage, states[stage.begins])
+        found = found + of_stage
     return found.flatten(1, 2)
 
 
@@ -101,17 +102,17 @@ def _chunk(lengths: Int64[np.ndarray, " sequences"]) -> int:
 
 
 def _stages(segments: Segments) -> list[Stage]:
-    """Returns the sequences that continue none, and then those that do."""
+    """Returns the sequences that continue none, then those that continue these, and so on."""
     lengths, prefixes = np.array(segments.lengths), np.array(segments.prefixes)
     chunk = _chunk(lengths)
     stages: list[Stage] = []
-    place_of = np.zeros(len(lengths), np.int64)
-    for continues in (False, True):
-        chosen = np.flatnonzero((prefixes >= 0) == continues)
-        if not len(chosen):
-            continue
+    place_of, depth = np.zeros((2, len(lengths)), np.int64)
+    for i in np.flatnonzero(prefixes >= 0).tolist():
+        depth[i] = depth[prefixes[i]] + 1
+    for stage in range(int(depth.max()) + 1):
+        chosen = np.flatnonzero(depth == stage)
         chosen = chosen[np.argsort(-lengths[chosen], kind="stable")]
-        begins = torch.from_numpy(place_of[prefixes[chosen]]) if continues else None
+        begins = torch.from_numpy(place_of[prefixes[chosen]]) if stage else None
         place_of[chosen] = np.arange(len(chosen))
         stages.append(_stage(lengths, chosen, chunk, begins, segments.bounds.device))
     return stages

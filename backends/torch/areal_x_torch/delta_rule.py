@@ -287,13 +287,13 @@ def _convolution_layout(
     row its place in the convolution of these."""
     before, lengths = width - 1, np.array(segments.lengths)
     ends, blank = np.cumsum(lengths), int(lengths.sum())
-    sources = []
+    sources: list[np.ndarray] = []
+    tails: list[np.ndarray] = []  # the last tokens of each sequence and of what it continues
+    nothing = np.full(before, blank)
     for end, length, prefix in zip(ends, lengths, segments.prefixes, strict=True):
-        tail = np.full(before, blank)
-        if prefix >= 0:
-            seen = min(before, lengths[prefix])
-            tail[before - seen :] = np.arange(ends[prefix] - seen, ends[prefix])
-        sources += [tail, np.arange(end - length, end)]
+        tail, own = tails[prefix] if prefix >= 0 else nothing, np.arange(end - length, end)
+        sources += [tail, own]
+        tails.append(np.concatenate([tail, own])[length:])
     places = np.arange(blank) + np.repeat(before * np.arange(len(lengths)), lengths)
     on_device = segments.bounds.device
     return torch.from_numpy(np.concatenate(sources)).to(on_device), torch.from_numpy(places).to(

@@ -2,8 +2,9 @@
 
 Packing serves programs of fixed shapes. torch supports any shape, so the model gets the sequences
 of packed rows in one row as long as all of them, and each attends to itself
-(areal_x_torch.attention); every other layer treats tokens separately. A loss gets the packed rows
-themselves, because their segments may belong together.
+(areal_x_torch.attention); every other layer treats tokens separately. Where sequences share tokens
+(`Batch.parents`), "a sequence" here is a node of their trie, which continues the node above it. A loss
+gets the packed rows themselves, because their segments may belong together.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Int64
+
+from areal_x.protocols.tries import Nodes, nodes
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +32,7 @@ class FlatRow:
     lengths: Int64[np.ndarray, " sequences"]
 
     prefixes: Int64[np.ndarray, " sequences"]
-    """For each sequence the earlier one that it continues, a prompt that several share, or −1."""
+    """For each sequence the earlier one that it continues, as others may, or −1."""
 
     padding: int = 0
     """Tokens at the end that exist only because several processes compute together: a sequence whose
@@ -37,8 +40,8 @@ class FlatRow:
 
     @property
     def positions(self) -> Int64[np.ndarray, " tokens"]:
-        """Position of each token in its sequence, the shared part included."""
-        before = np.where(self.prefixes >= 0, self.lengths[self.prefixes], 0)
+        """Position of each token, after those that its sequence continues."""
+        before = seen(self.lengths, self.prefixes) - self.lengths
         return _positions_within(self.lengths) + np.repeat(before, self.lengths)
 
     def take(self, x: np.ndarray) -> np.ndarray:
@@ -51,16 +54,20 @@ class FlatRow:
         """Returns the indices, in the part `own` of this row, of the hidden states that the wanted
         tokens' outputs are computed from, and those tokens' indices in the packed rows.
 
-        before: a token's state is the one of the token before it, and a sequence's first token has
-        none; otherwise its own. The shift by one happens here and nowhere else: the process that
-        has a token's state may not have the token.
+        before: a token's state is the one of the token before it, the last of those that its
+        sequence continues, and a first token has none; otherwise its own. The shift by one happens
+        here and nowhere else: the process that has a token's state may not have the token.
         """
         chosen = self.take(wanted)
         chosen[len(chosen) - self.padding :] = False
+        states = np.arange(len(chosen))
         if before:
-            chosen = chosen & (_positions_within(self.lengths) > 0)
+            ends = np.cumsum(self.lengths)
+            states -= 1
+            states[ends - self.lengths] = np.where(self.prefixes < 0, -1, ends[self.prefixes] - 1)
+            chosen = chosen & (states >= 0)
         found = np.flatnonzero(chosen)
-        state_at = found - before
+        state_at = states[found]
         here = (state_at >= own.start) & (state_at < own.stop)
         return state_at[here] - own.start, self.places[found[here]]
 
@@ -95,44 +102,39 @@ def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
 def flatten_rows(
     segment_ids: Int64[np.ndarray, "rows length"],
     budget: int,
-    prefix_ids: Int64[np.ndarray, "rows length"] | None = None,
+    parents: Int64[np.ndarray, "rows length"] | None = None,
 ) -> list[FlatRow]:
     """Returns the sequences of packed rows, longest first, in the fewest flat rows of about
     `budget` tokens, shared evenly.
 
-    prefix_ids: see `areal_x.types.Batch`. A prompt and the sequences that share it stay together,
-    and count as one sequence as long as all of them.
+    parents: see `areal_x.types.Batch`. A trie stays together, in preorder, and counts as one sequence
+    as long as all of its nodes.
     """
     rows, length = segment_ids.shape
-    filled = np.flatnonzero(segment_ids)
-    keys = (np.arange(rows)[:, None] * (length + 1) + segment_ids).reshape(-1)[filled]
-    begins = np.flatnonzero(np.diff(keys, prepend=-1))
-    starts, lengths, numbers = (
-        filled[begins],
-        np.diff(begins, append=len(keys)),
-        np.arange(len(begins)),
-    )
-    prefixes = np.full(len(starts), -1)
-    if prefix_ids is not None:
-        of_each = prefix_ids.reshape(-1)[starts]
-        prefixes = np.where(
-            of_each > 0,
-            np.searchsorted(keys[begins], starts // length * (length + 1) + of_each),
-            -1,
-        )
-    sets = np.where(prefixes < 0, numbers, prefixes)  # the prompt of each one's set
+    if parents is None:
+        filled = np.flatnonzero(segment_ids)
+        keys = (np.arange(rows)[:, None] * (length + 1) + segment_ids).reshape(-1)[filled]
+        begins = np.flatnonzero(np.diff(keys, prepend=-1))
+        starts, lengths = filled[begins], np.diff(begins, append=len(keys))
+        prefixes = np.full(len(starts), -1)
+    else:
+        starts, lengths, prefixes = _all_nodes(parents, segment_ids)
+    numbers = np.arange(len(starts))
+    # the first node of each one's trie
+    sets = np.maximum.accumulate(np.where(prefixes < 0, numbers, 0))
     totals = np.bincount(sets, lengths, len(sets)).astype(np.int64)
     # Equal lengths are neighbours, which `areal_x_torch.attention.sdpa` computes together.
-    order = np.lexsort((-lengths, prefixes >= 0, sets, -totals[sets]))
+    order = np.lexsort((numbers, sets, -totals[sets]))
     starts, lengths, prefixes = (
         starts[order],
         lengths[order],
         np.append(np.argsort(order), -1)[prefixes[order]],
     )
-    parts, firsts = -(-len(filled) // budget), np.flatnonzero(prefixes < 0)
-    sizes = totals[order][firsts]
+    firsts = np.flatnonzero(prefixes < 0)
+    sizes, tokens = totals[order][firsts], int(lengths.sum())
+    parts = -(-tokens // budget)
     middles = np.cumsum(sizes) - sizes / 2
-    even = np.arange(1, parts) * (len(filled) / max(parts, 1))
+    even = np.arange(1, parts) * (tokens / max(parts, 1))
     cuts = np.searchsorted(middles, even)
     bounds = [0, *np.append(firsts, len(order))[cuts].tolist(), len(order)]
     of_parts = [slice(first, last) for first, last in pairwise(bounds) if first < last]
@@ -144,6 +146,29 @@ def flatten_rows(
         )
         for part in of_parts
     ]
+
+
+def _all_nodes(
+    parents: Int64[np.ndarray, "rows length"], segment_ids: Int64[np.ndarray, "rows length"]
+) -> Nodes:
+    """Returns the nodes of all rows, with starts in the flattened rows."""
+    found, first = [], 0
+    for row, (own, ids) in enumerate(zip(parents, segment_ids, strict=True)):
+        starts, lengths, above = nodes(own, ids)
+        found.append((starts + row * len(own), lengths, np.where(above < 0, -1, above + first)))
+        first += len(starts)
+    none = np.zeros(0, np.int64)
+    return Nodes(*(np.concatenate([none, *parts]) for parts in zip(*found, strict=True)))
+
+
+def seen(
+    lengths: Int64[np.ndarray, " sequences"], prefixes: Int64[np.ndarray, " sequences"]
+) -> Int64[np.ndarray, " sequences"]:
+    """Returns the number of tokens that the last token of each sequence sees, itself included."""
+    found = lengths.copy()
+    for i in np.flatnonzero(prefixes >= 0).tolist():  # each after the one that it continues
+        found[i] += found[prefixes[i]]
+    return found
 
 
 def group_by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.ndarray, " m"]]:

@@ -73,7 +73,7 @@ class Forward:
         parts = self.config.mesh.context
         own = [
             padded_to_multiple(flat, parts)
-            for flat in flatten_rows(rows.segment_ids, budget, rows.prefix_ids)
+            for flat in flatten_rows(rows.segment_ids, budget, rows.parents)
         ]
         return own + [padding_row(parts)] * (most - len(own))
 

@@ -53,7 +53,7 @@ def fused(
     window: int | None,
 ) -> Attended:
     """Returns the attention of one flat row, in as few calls of the kernel as its limits allow. Each
-    sequence that continues a shared prompt gets a copy of the prompt's keys."""
+    sequence that continues others gets a copy of their keys."""
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     if segments.shares:
         keys, values = (x.index_select(0, segments.keys) for x in (keys, values))

@@ -52,7 +52,7 @@ def divide(config: TrainerConfig, batch: Batch, count: int, purpose: Purpose) ->
     divided evenly among the fewest micro-batches of at most micro_batch_rows for each share, and
     then among the shares; for outputs, neighbouring rows have one share."""
     rows, segment_ids = batch.shape[0], np.asarray(batch.segment_ids)
-    prefixes = None if batch.prefix_ids is None else np.asarray(batch.prefix_ids)
+    parents = None if batch.parents is None else np.asarray(batch.parents)
     budget = config.micro_batch_rows * batch.shape[1]
 
     def passes(shares: Sequence[np.ndarray]) -> int:
@@ -60,7 +60,7 @@ def divide(config: TrainerConfig, batch: Batch, count: int, purpose: Purpose) ->
         if count == 1:  # which counts its own anyway
             return 0
         of_each = (
-            flatten_rows(segment_ids[own], budget, None if prefixes is None else prefixes[own])
+            flatten_rows(segment_ids[own], budget, None if parents is None else parents[own])
             for own in shares
         )
         return max(map(len, of_each))

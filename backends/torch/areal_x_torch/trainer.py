@@ -534,7 +534,7 @@ class Trainer(HuggingFaceTrainer):
         self.need_head(method, *heads)
         self._check(rows, self.model, self.directory)
         self.check_tokens(rows, model.vocabulary_size(self.model))
-        read = {name: getattr(rows, name) for name in ("kept", "prefix_ids", *IMAGES)} | {
+        read = {name: getattr(rows, name) for name in ("kept", "parents", *IMAGES)} | {
             "experts": self.recorded_experts(rows)
         }
         packed = Batch(rows.tokens, rows.segment_ids, rows.positions, rows.mask, **read).map(
