@@ -10,6 +10,7 @@ from tests.models import (
     EXPERTS,
     FULL,
     GEMMA3,
+    IDS,
     LATENT_WIDTHS,
     LLAMA3,
     QWEN3,
@@ -17,6 +18,7 @@ from tests.models import (
     SEEING_HYBRIDS,
     SHARING,
     SIZES,
+    TOWER3_5,
     YARN,
 )
 
@@ -244,9 +246,32 @@ HYBRID_MODELS: dict[str, list[dict[str, Any]]] = {
         QWEN3_5_MOE | {"attention_bias": True, "linear_num_key_heads": 4, "layer_types": [FULL, RULE, FULL, RULE]},
     ],
 }
-FAMILY_MODELS |= HYBRID_MODELS
+# Multimodal checkpoints of which text is trained: the shapes of their language models, each beside the same tower.
+SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP |= {"image_size": 16, "patch_size": 4}
+BESIDE: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8}},
+    "qwen3_5": {"vision_config": TOWER3_5, **IDS},
+    "qwen3_5_moe": {"vision_config": TOWER3_5, **IDS},
+}
+INSIDE = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
+def multimodal(family: str, text: dict[str, Any]) -> dict[str, Any]:
+    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", family == "gemma3")}
+    # transformers leaves the cap out beside a tower.
+    text = {name: x for name, x in text.items() if name != "final_logit_softcapping"} | tied
+    return {**BESIDE[family], **tied, "model_type": family, "text_config": text}
+
+
+MULTIMODAL_MODELS = {
+    family: [multimodal(family, shape) for shape in (FAMILY_MODELS | HYBRID_MODELS)[inside]]
+    for family, inside in INSIDE.items()
+}
+FAMILY_MODELS |= HYBRID_MODELS | MULTIMODAL_MODELS
 CASES = {f"{family}-{number}": config for family, shapes in FAMILY_MODELS.items() for number, config in enumerate(shapes)}
-HYBRIDS = [name for name in CASES if name.rpartition("-")[0] in HYBRID_MODELS]
+HYBRIDS = [name for name in CASES if name.startswith(("qwen3_next", "qwen3_5"))]
 
 # ---- docs/models.md
 
@@ -283,12 +308,14 @@ TITLES = {
     "qwen3_next": "Qwen3-Next",
     "qwen3_5_text": "Qwen3.5, text",
     "qwen3_5_moe_text": "Qwen3.5 MoE, text",
+    "gemma3": "Gemma 3",
+    "mistral3": "Mistral Small 3.1, 3.2",
     "qwen3_5": "Qwen3.5",
     "qwen3_5_moe": "Qwen3.5 MoE",
 }
 COLUMNS = ("full", "LoRA", "tensor", "expert", "context", "stage", "packed", "images")
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
-MIXTURES += ("ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text")
+MIXTURES += ("ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
 OF_IMAGES = {family: family for family in SEE}

@@ -190,6 +190,8 @@ def default_config(model_type: str) -> dict[str, Any]:
         | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
         | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
+    if "vision_config" in config:
+        names |= auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     architectures = [names[model_type]] if model_type in names else None
     return config | NEEDED.get(model_type, {}) | {"architectures": architectures}
 

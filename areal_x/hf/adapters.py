@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,10 @@ def merge(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str, 
     and converted to the base's type.
 
     A `score` of the adapter replaces the base's, or its language-model head."""
-    parts = {name.removeprefix(PEFT_PREFIX): x.astype(np.float32) for name, x in adapter}
+    parts = {_within(name.removeprefix(PEFT_PREFIX)): x.astype(np.float32) for name, x in adapter}
     score = parts.pop("score.weight", None)
     for name, tensor in base:
-        module = name.removesuffix(".weight")
+        module = _within(name).removesuffix(".weight")
         if score is not None and module in ("score", "lm_head"):
             continue
         if f"{module}.lora_A.weight" in parts:
@@ -72,6 +73,12 @@ def merge(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str, 
         yield name, tensor
     if score is not None:
         yield "score.weight", score
+
+
+def _within(name: str) -> str:
+    """Returns a tensor's name in the language model: those of multimodal models have other prefixes
+    in files ("language_model.model.") than in memory, which PEFT's names follow."""
+    return re.sub(r"^(?:model\.|language_model\.)+", "", name)
 
 
 def check_saved(directory: Path, config: LoRAConfig, base: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import areal_x_torch
 from areal_x.algorithms import losses
@@ -21,12 +21,14 @@ from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, Train
 from areal_x_torch import loading, model
 from areal_x_torch.attention import Segments, sdpa
 from areal_x_torch.flat_rows import flatten_rows
+from areal_x_torch.images import sees
 from tests.model_families import CASES, HYBRIDS
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config
 from tests.thorough import further
 
 LENGTHS = (23, 9, 17, 9, 2, 30)  # most are longer than the windows
 CPU = torch.device("cpu")
+BESIDE = ("vision_tower.", "vision_model.", "multi_modal_projector.")  # the language model of a multimodal one
 FAMILIES = (
     MODELS
     | MORE
@@ -68,9 +70,13 @@ def learnable(row_length=40):
     return batch.replace(proximal_logp=batch.behavior_logp, advantages=advantages, weights=weights)
 
 
+def kind_of(directory):
+    return AutoModelForImageTextToText if "vision_config" in model_dir.read_config(directory) else AutoModelForCausalLM
+
+
 def plain(directory):
     """transformers' own model. Its SDPA leaves out what caps scores: the formula does not."""
-    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    loaded = kind_of(directory).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     loaded.get_input_embeddings().padding_idx = None  # it is a token like any other here
     return loaded
 
@@ -107,7 +113,7 @@ def chosen(logits, sequences):
 
 
 def gradients(of):
-    return {name: p.grad for name, p in of.named_parameters()}
+    return {name: p.grad for name, p in of.named_parameters() if p.grad is not None}
 
 
 def tolerance(name):
@@ -155,10 +161,16 @@ def test_what_is_saved_after_a_step_says_the_same_in_transformers(family_dir, tm
     names = [{n for n, _ in model_dir.read_tensors(directory)} for directory in (tmp_path, family_dir(name))]
     assert names[0] == names[1] == {n for n, _ in trainer.weights()}
     learnt = {n for n in names[0] if not n.endswith(".e_score_correction_bias")}  # which no gradient trains
+    if not sees(trainer.model.config):  # what stands beside the language model stays as it is
+        beside = {n for n in names[0] if n.startswith(BESIDE)}
+        learnt -= beside
+        first, last = (dict(model_dir.read_tensors(x, beside)) for x in (family_dir(name), tmp_path))
+        assert beside
+        assert all(np.array_equal(first[n], last[n]) for n in beside)
     assert {n for n, _ in model_dir.read_moments(tmp_path)} == {
         which + n for n in learnt for which in ("exp_avg.", "exp_avg_sq.")
     }
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    _, info = kind_of(tmp_path).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     said = trainer.logprobs(batch)
     assert np.abs(said - before).max() > 1e-3  # it has learnt

@@ -171,6 +171,10 @@ class Architecture:
     vision: VisionArchitecture | None = None
     """The vision tower of a vision-language model."""
 
+    module: str = ""
+    """`Family.module`: where the language model is in a multimodal checkpoint whose other parts are
+    kept as they are."""
+
     context: int = 0
     """Longest sequence that the model was made for, in tokens; 0 if unknown."""
 
@@ -236,6 +240,9 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
             f"attn_logit_softcapping = {getattr(text, 'attn_logit_softcapping', None)}, which transformers leaves out": (
                 gemma and bool(text.attn_logit_softcapping)
             ),
+            "final_logit_softcapping in a multimodal model, which transformers leaves out": bool(
+                gemma and family.module and text.final_logit_softcapping
+            ),
             f"heads of {head_dim} features, of which {turned} are rotated in pairs": turned % 2 > 0,
             f"the activation {activation!r} where this family clamps another": (
                 family.clamped and activation != "silu"
@@ -299,6 +306,7 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         delta=delta_rule_of(described),
         gated=family.delta,
         vision=vision,
+        module=family.module,
         context=context_of(text.max_position_embeddings, ropes[0]),
     )
 

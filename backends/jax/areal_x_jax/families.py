@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_x.errors import UserError
@@ -61,6 +61,13 @@ class Family:
 
     has_vision: bool = False
     """True for vision-language models."""
+
+    module: str = ""
+    """Module of the language model in a multimodal checkpoint of which it alone is trained, on text:
+    the tensors of other parts are kept as they are. "" for all other models."""
+
+    text_type: str = ""
+    """model_type of that language model."""
 
     wide_qk_norm: bool = False
     """True if all heads' queries are normalised together, and all keys."""
@@ -268,6 +275,26 @@ FAMILIES = {
         "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, has_vision=True
     ),
 }
+# Multimodal checkpoints by the names of their language models: (architecture, model_type, module).
+MULTIMODAL = {
+    "Gemma3ForCausalLM": ("Gemma3ForConditionalGeneration", "gemma3", "language_model.model"),
+    "MistralForCausalLM": ("Mistral3ForConditionalGeneration", "mistral3", "language_model.model"),
+    "Qwen3_5ForCausalLM": ("Qwen3_5ForConditionalGeneration", "qwen3_5", "model.language_model"),
+    "Qwen3_5MoeForCausalLM": (
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        "model.language_model",
+    ),
+}
+FAMILIES |= {
+    name: replace(
+        FAMILIES[text],
+        model_type=model_type,
+        module=module,
+        text_type=FAMILIES[text].model_type,
+    )
+    for text, (name, model_type, module) in MULTIMODAL.items()
+}
 # Fields of other families that change what a model computes, with the values that change nothing.
 # transformers ignores them in the families above; other programs may not.
 FOREIGN: dict[str, tuple[Any, ...]] = {
@@ -328,35 +355,35 @@ def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
         {f"{name} = {value!r}": value not in foreign[name] for name, value in given.items()}
     )
     whole = parse_with_transformers(config, family)
-    return ParsedConfig(family, whole, whole.get_text_config())
+    text = whole.get_text_config()
+    refuse_features({f"a {text.model_type} inside": family.text_type not in ("", text.model_type)})
+    return ParsedConfig(family, whole, text)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     given = (config.get("architectures") or ["none"])[0]
+    model_type = config.get("model_type")
+    wanted = stem(re.sub("TextFor(?=Sequence)", "For", given))
+    known = [name for name in FAMILIES if stem(name) == wanted]
+    # A text model and a multimodal one of the same language model have names of the same stem.
     name = next(
-        (
-            known
-            for known in FAMILIES
-            if stem(known) == stem(re.sub("TextFor(?=Sequence)", "For", given))
-        ),
-        None,
+        (name for name in known if FAMILIES[name].model_type == model_type),
+        known[0] if known else None,
     )
     if name is None:
         raise UserError(
             f"the JAX backend does not know the architecture {given}{with_parts(config)}; it knows"
-            f" {', '.join(FAMILIES)} (the torch backend trains most causal language models of"
-            " transformers)"
+            f" {', '.join(family.model_type for family in FAMILIES.values())} (the torch backend"
+            " trains most causal language models of transformers)"
         )
-    family, kinds = (
-        FAMILIES[name],
-        (CONDITIONAL if FAMILIES[name].has_vision else CAUSAL, CLASSIFIER),
-    )
-    if not given.endswith(kinds) or ("vision_config" in config and not family.has_vision):
+    family = FAMILIES[name]
+    multimodal = family.has_vision or bool(family.module)
+    kinds = (CONDITIONAL if multimodal else CAUSAL, CLASSIFIER)
+    if not given.endswith(kinds) or ("vision_config" in config and not multimodal):
         raise UserError(
             f"the JAX backend does not support {given} with images; of this family it trains {name}: "
             "save the language model alone under that name, or train another model"
         )
-    model_type = config.get("model_type")
     if model_type != family.model_type:
         raise UserError(
             f"config.json has model_type = {model_type!r}, but the architecture {given} needs"

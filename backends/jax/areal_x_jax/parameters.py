@@ -23,6 +23,8 @@ from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
 
+# The language model of most multimodal checkpoints, in files and in memory.
+ON_DISK, IN_MEMORY = "language_model.model", "model.language_model"
 # Leaves that no step changes: what a router chooses experts by is exact, and stays as it was loaded.
 FIXED = ("router_correction",)
 # Leaves that are fp32 in any compute precision.
@@ -288,7 +290,14 @@ def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
 
 def module_of(arch: Architecture) -> str:
     """Returns the decoder's module in Hugging Face's names."""
-    return MODULES[arch.vision.family][0] if arch.vision else "model"
+    if arch.module and arch.adapters is not None:
+        return IN_MEMORY  # PEFT names modules as they are in memory
+    return MODULES[arch.vision.family][0] if arch.vision else arch.module or "model"
+
+
+def head_of(arch: Architecture) -> str:
+    """Returns the name of the tensor of a language model's head."""
+    return "language_model.lm_head.weight" if arch.module == ON_DISK else "lm_head.weight"
 
 
 def other_leaves(arch: Architecture) -> dict[str, Leaf]:
@@ -305,7 +314,7 @@ def other_leaves(arch: Architecture) -> dict[str, Leaf]:
     if arch.scores:
         found["score"] = Leaf("score.weight", ("hidden", "one"))
     elif not arch.tied:
-        found["head"] = Leaf("lm_head.weight", ("hidden", "vocab"))
+        found["head"] = Leaf(head_of(arch), ("hidden", "vocab"))
     return found
 
 

@@ -47,7 +47,12 @@ def check(config: TrainerConfig) -> Devices:
     if any(directory.glob("*.safetensors")):  # else they are still on the hub
         check_tensors(arch, model_dir.shapes(directory), str(directory))
     memory = (own[0].memory_stats() or {}).get("bytes_limit")
-    return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)
+    return Devices(
+        own[0].platform,
+        len(own),
+        memory if own[0].platform != "cpu" else None,
+        images=not arch.module,
+    )
 
 
 def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:

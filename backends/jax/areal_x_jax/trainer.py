@@ -53,7 +53,7 @@ from areal_x_jax.sharding import (
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.update import update_step
-from areal_x_jax.weights import from_tensors, places, to_arrays, to_tensors
+from areal_x_jax.weights import from_tensors, places, tensors_beside, to_arrays, to_tensors
 
 # The heads that have what each method returns.
 HEADS = {"logprobs": ("policy",), "values": ("value", "reward")}
@@ -268,7 +268,9 @@ class Trainer(HuggingFaceTrainer):
         return None if experts is None else (self.arch.layers, experts.per_token, experts.count)
 
     def own_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        return to_tensors(self.arch, self.params)
+        yield from to_tensors(self.arch, self.params)
+        if self.writes:
+            yield from tensors_beside(self.arch, self.directory)
 
     def moments_are_portable(self) -> bool:
         return optimizers.portable(self.config.optimizer, self.trained)

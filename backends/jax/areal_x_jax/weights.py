@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,14 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x.errors import UserError
+from areal_x.hf import model_dir
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer import Mine
 from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.parameters import (
     EXACT,
     FIXED,
+    IN_MEMORY,
+    ON_DISK,
     Leaf,
     Params,
+    head_of,
     layer_leaves,
     module_of,
     other_leaves,
@@ -37,6 +42,9 @@ from areal_x_jax.sharding import (
     put_sharded,
 )
 from areal_x_jax.vision_architecture import MODULES
+
+# Names of a language model's head in files.
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,15 @@ def places(arch: Architecture) -> dict[str, Place]:
 
 def saved_name(arch: Architecture, name: str) -> str:
     """Returns the name under which transformers saves this tensor: vision-language models are on
-    the hub under either of MODULES' names."""
-    if arch.vision is None or arch.adapters is not None:
+    the hub under either of MODULES' names, other multimodal ones under those of files or memory."""
+    if arch.adapters is not None:
+        return name
+    if arch.module:
+        for module in (IN_MEMORY, ON_DISK):
+            if name.startswith(f"{module}."):
+                return f"{arch.module}.{name.removeprefix(f'{module}.')}"
+        return head_of(arch) if name in HEADS else name
+    if arch.vision is None:
         return name
     text, tower = MODULES[arch.vision.family]
     for prefix, module in (
@@ -182,12 +197,27 @@ def is_ignored(arch: Architecture, name: str) -> bool:
         return arch.delta is not None
     if name.endswith(".rotary_emb.inv_freq"):
         return True
+    if is_beside(arch, name):
+        return True
     further = (
         f"{module_of(arch)}.layers.{arch.layers + number}." for number in range(arch.predictors)
     )
     if name.startswith(tuple(further)) or (arch.predictors and ".mtp_" in name):
         return True
-    return name == "lm_head.weight" and (arch.tied or arch.scores)
+    return name == head_of(arch) and (arch.tied or arch.scores)
+
+
+def is_beside(arch: Architecture, name: str) -> bool:
+    """True for a tensor of the parts of a multimodal checkpoint that are not the language model: a
+    vision tower's."""
+    return bool(arch.module) and not name.startswith((f"{arch.module}.", head_of(arch), "score."))
+
+
+def tensors_beside(arch: Architecture, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields these tensors of a directory as they are, one at a time."""
+    if arch.module:
+        beside = {x for x in model_dir.shapes(directory) if is_beside(arch, saved_name(arch, x))}
+        yield from model_dir.read_tensors(directory, beside)
 
 
 def check_size(name: str, size: tuple[int, ...], place: Place, source: str) -> None:
