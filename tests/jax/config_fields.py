@@ -247,11 +247,8 @@ def cases(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields a label of the change (family, number of the base, field, value) and the config with the change."""
     for number, base in enumerate(BASES[family]):
         base = {**deepcopy(base), "architectures": [ARCHITECTURES[family]]}
-        extra = (
-            {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"}
-            if family.startswith("gemma3")
-            else set()
-        )
+        of_gemma = {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"}
+        extra = of_gemma if family.startswith("gemma3") else set()
         for name in sorted(known_fields(family) | extra):
             for value in deepcopy(VALUES[name]):  # transformers writes into some
                 inside = "text_config" in base and name not in {f.name for f in fields(CONFIG_MAPPING[family])}
