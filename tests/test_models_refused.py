@@ -37,13 +37,6 @@ MULTI_HEAD_LATENT = {
     "index_topk": 8,
 }
 UNTRAINED: dict[str, dict[str, Any]] = {
-    "Llama4ForCausalLM": {
-        **SIZES,
-        "model_type": "llama4_text",
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 2,
-    },
     "DeepseekV32ForCausalLM": {**MULTI_HEAD_LATENT, "model_type": "deepseek_v32"},
     "GlmMoeDsaForCausalLM": {**MULTI_HEAD_LATENT, "model_type": "glm_moe_dsa"},
 }
@@ -137,13 +130,6 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.mark.parametrize("name", UNTRAINED)
 def test_a_model_that_a_backend_does_not_train_is_named(name: str, backend: str, untrained: Callable[[str], Path]) -> None:
     both_refuse(backend, untrained(name), f"{name}.*")
-
-
-def test_a_llama_4_that_sees_is_named(backend: str, tmp_path: Path) -> None:
-    write_model(
-        tmp_path, architectures=["Llama4ForConditionalGeneration"], model_type="llama4", vision_config={}, text_config={}
-    )
-    both_refuse(backend, tmp_path, "llama4|Llama4ForConditionalGeneration")
 
 
 # What a family's parts are called, in both backends.

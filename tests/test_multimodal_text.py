@@ -85,9 +85,7 @@ def test_adapters_are_merged_into_the_tensors_of_their_modules(backend: str, sou
 def test_images_are_refused_before_a_run_and_in_a_batch(backend: str, source: Path) -> None:
     config = TrainerConfig(ModelConfig(str(source)))
     assert not load_backend(backend).check(config).images
-    with pytest.raises(
-        UserError, match=r"is a gemma3, .* text alone, as its attention among .* is not causal"
-    ):
+    with pytest.raises(UserError, match=r"is a gemma3, .* text alone, as its attention among .* is not causal"):
         load_image_reader(str(source))
     seen = pack(with_images((3, (1, 4, 4), 2)), 32).batch
     with pytest.raises(UserError, match="the batch has images"):

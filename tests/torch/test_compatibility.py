@@ -14,6 +14,7 @@ from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x_torch import attention, compatibility, dummy_model, kv_cache, loading, model, rope
+from areal_x_torch.masks import Visible
 from tests.families import compared, random_model, tiny
 from tests.model_families import FAMILY_MODELS
 from tests.models import SIZES, trajectories, write_config
@@ -35,7 +36,6 @@ TAKEN = [
 ]
 REFUSED = {
     "doge": "does not train",  # computes its own mask
-    "llama4_text": "chunks of",
     "deepseek_v32": "does not train",  # selects the tokens that it sees
     "granitemoehybrid": "mix the sequences",
     "bloom": "does not let others replace",
@@ -64,7 +64,7 @@ def ignored_masks(monkeypatch):
     """Attention that knows no more of windows than what it is told beside the mask."""
     monkeypatch.setattr(compatibility, "_passed", set())
     for module in (attention, kv_cache):
-        monkeypatch.setattr(module, "window_of", lambda layer, mask, sliding_window: sliding_window)
+        monkeypatch.setattr(module, "seen_of", lambda layer, mask, sliding_window: Visible(sliding_window))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])

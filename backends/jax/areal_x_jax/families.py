@@ -53,8 +53,8 @@ class Family:
     """True if every token also goes through a shared expert."""
 
     router: str = ""
-    """The rule of a mixture's routers if it is not the plain one: "greedy", "noaux_tc" or "statics"
-    (areal_x_jax.routers)."""
+    """The rule of a mixture's routers if it is not the plain one: "greedy", "noaux_tc", "statics" or
+    "inputs" (areal_x_jax.routers)."""
 
     latent: bool = False
     """True for multi-head latent attention (areal_x_jax.latent_attention)."""
@@ -66,8 +66,14 @@ class Family:
     """Module of the language model in a multimodal checkpoint of which it alone is trained, on text:
     the tensors of other parts are kept as they are. "" for all other models."""
 
+    memory: str = ""
+    """That module in memory, after which PEFT names adapters."""
+
     text_type: str = ""
     """model_type of that language model."""
+
+    chunked: bool = False
+    """True if layers with a window see the tokens of their own chunk of a sequence only."""
 
     wide_qk_norm: bool = False
     """True if all heads' queries are normalised together, and all keys."""
@@ -264,6 +270,30 @@ FAMILIES = {
         router="statics",
         names=(("router_correction", "mlp.moe_statics"),),
     ),
+    "Llama4ForCausalLM": Family(
+        "llama4_text",
+        ATTENTION_BIAS,
+        interleaved=True,
+        chunked=True,
+        unturned="listed",
+        sparse=True,
+        router="inputs",
+        reads=(
+            "attention_chunk_size",
+            "attn_temperature_tuning",
+            "no_rope_layers",
+            "use_qk_norm",
+        ),
+        names=(
+            *((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down")),
+            *(
+                (f"shared_{name}", f"feed_forward.shared_expert.{name}_proj")
+                for name in ("gate", "up", "down")
+            ),
+            ("router", "feed_forward.router"),
+            *((f"experts_{name}", "feed_forward.experts") for name in ("gate_up", "down")),
+        ),
+    ),
     "YoutuForCausalLM": Family(
         "youtu", {"attention_bias": (LATENTS, OUT)}, reads=OF_LATENTS, **LATENT
     ),
@@ -275,26 +305,22 @@ FAMILIES = {
         "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, has_vision=True
     ),
 }
-# Multimodal checkpoints by the names of their language models: (architecture, model_type, module).
+# The language model of most multimodal checkpoints, in files and in memory.
+ON_DISK, IN_MEMORY = "language_model.model", "model.language_model"
+# Multimodal checkpoints by the names of their language models: model_type, and the language model's
+# module in files and in memory.
 MULTIMODAL = {
-    "Gemma3ForCausalLM": ("Gemma3ForConditionalGeneration", "gemma3", "language_model.model"),
-    "MistralForCausalLM": ("Mistral3ForConditionalGeneration", "mistral3", "language_model.model"),
-    "Qwen3_5ForCausalLM": ("Qwen3_5ForConditionalGeneration", "qwen3_5", "model.language_model"),
-    "Qwen3_5MoeForCausalLM": (
-        "Qwen3_5MoeForConditionalGeneration",
-        "qwen3_5_moe",
-        "model.language_model",
-    ),
+    "Gemma3": ("gemma3", ON_DISK, IN_MEMORY),
+    "Mistral": ("mistral3", ON_DISK, IN_MEMORY),
+    "Llama4": ("llama4", ON_DISK, ON_DISK),
+    "Qwen3_5": ("qwen3_5", IN_MEMORY, IN_MEMORY),
+    "Qwen3_5Moe": ("qwen3_5_moe", IN_MEMORY, IN_MEMORY),
 }
-FAMILIES |= {
-    name: replace(
-        FAMILIES[text],
-        model_type=model_type,
-        module=module,
-        text_type=FAMILIES[text].model_type,
+for _stem, (_model_type, _module, _memory) in MULTIMODAL.items():
+    _text = FAMILIES[f"{_stem}{CAUSAL}"]
+    FAMILIES[f"{_stem}{'3' if _stem == 'Mistral' else ''}{CONDITIONAL}"] = replace(
+        _text, model_type=_model_type, module=_module, memory=_memory, text_type=_text.model_type
     )
-    for text, (name, model_type, module) in MULTIMODAL.items()
-}
 # Fields of other families that change what a model computes, with the values that change nothing.
 # transformers ignores them in the families above; other programs may not.
 FOREIGN: dict[str, tuple[Any, ...]] = {

@@ -18,13 +18,11 @@ from flax import nnx
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.delta_rule import DeltaRule
-from areal_x_jax.families import LATENTS, MLP, OUT, QKV
+from areal_x_jax.families import LATENTS, MLP, ON_DISK, OUT, QKV
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
 
-# The language model of most multimodal checkpoints, in files and in memory.
-ON_DISK, IN_MEMORY = "language_model.model", "model.language_model"
 # Leaves that no step changes: what a router chooses experts by is exact, and stays as it was loaded.
 FIXED = ("router_correction",)
 # Leaves that are fp32 in any compute precision.
@@ -210,16 +208,18 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
     if arch.experts is None:
         return plain
     mixture = {"router": Leaf("mlp.gate.weight", ("hidden", "experts"))}
-    if arch.experts.clamp:
+    if arch.experts.clamp or arch.experts.joined:
         of_experts = {
             "gate_up": ("hidden", "expert_gate_and_up"),
             "down": ("expert_intermediate", "hidden"),
         }
-        mixture["router_bias"] = Leaf("mlp.gate.bias", ("experts",))
         for name, axes in of_experts.items():
             module = f"mlp.experts.{name}_proj"
             mixture[f"experts_{name}"] = Leaf(module, ("experts", *axes))
-            mixture[f"experts_{name}_bias"] = Leaf(f"{module}_bias", ("experts", axes[1]))
+            if arch.experts.clamp:
+                mixture[f"experts_{name}_bias"] = Leaf(f"{module}_bias", ("experts", axes[1]))
+        if arch.experts.clamp:
+            mixture["router_bias"] = Leaf("mlp.gate.bias", ("experts",))
     else:
         one = mlp("", "mlp.experts.{expert}", "expert_intermediate", False)
         mixture |= {
@@ -291,7 +291,7 @@ def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
 def module_of(arch: Architecture) -> str:
     """Returns the decoder's module in Hugging Face's names."""
     if arch.module and arch.adapters is not None:
-        return IN_MEMORY  # PEFT names modules as they are in memory
+        return arch.memory
     return MODULES[arch.vision.family][0] if arch.vision else arch.module or "model"
 
 

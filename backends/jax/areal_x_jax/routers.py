@@ -69,12 +69,16 @@ def logits_of(
 
 def choose(
     router: Router,
+    logits: Float[Array, "... experts"],
     scores: Float[Array, "... experts"],
     correction: Float[Array, "*_ experts"] | None,
     per_token: int,
 ) -> tuple[Float[Array, "... per_token"], Int[Array, "... per_token"]]:
     """Returns the scores of the experts that each token goes through, and these experts. correction:
     see `Router.corrected`."""
+    if correction is None and router.score == "sigmoid":  # which rounds large logits to 1
+        chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), per_token)[1]
+        return jnp.take_along_axis(scores, chosen, axis=-1), chosen
     if correction is None and router.groups == 1:
         return jax.lax.top_k(scores, per_token)
     ranked = scores if correction is None else scores + correction.reshape(-1)
@@ -132,6 +136,8 @@ def router_of(described: ParsedConfig, written: Mapping[str, Any], count: int) -
     text, kind = described.text, described.family.router
     if not kind:
         return Router()
+    if kind == "inputs":
+        return Router("sigmoid")
     refuse_features(
         {
             f"{name} = {value!r}, which transformers leaves out in this family": (
@@ -181,6 +187,8 @@ def dense_layers(described: ParsedConfig, written: Mapping[str, Any]) -> tuple[i
     """
     text = described.text
     every = range(text.num_hidden_layers)
+    if described.family.router == "inputs":
+        return tuple(i for i in every if i not in text.moe_layers)
     if described.family.router == "statics":
         first, last, step = (
             getattr(text, f"moe_layer_{name}") for name in ("start_index", "end_index", "interval")

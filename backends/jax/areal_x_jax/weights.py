@@ -18,11 +18,10 @@ from areal_x.hf import model_dir
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer import Mine
 from areal_x_jax.architecture import STACKS, Architecture
+from areal_x_jax.families import IN_MEMORY, ON_DISK
 from areal_x_jax.parameters import (
     EXACT,
     FIXED,
-    IN_MEMORY,
-    ON_DISK,
     Leaf,
     Params,
     head_of,

@@ -25,7 +25,7 @@ from areal_x_torch.flat_rows import FlatRow, to_tensor
 # The model_types whose positions `mrope_positions` computes.
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 # Those of multimodal models of which the language model alone is trained, on text.
-TEXT_OF = ("gemma3", "mistral3")
+TEXT_OF = ("gemma3", "gemma4", "llama4", "mistral3")
 
 
 class RowImages(NamedTuple):
@@ -60,7 +60,14 @@ def check_images(batch: Batch, config: Any) -> None:
 
 
 def check_sharing(shares: bool, directory: Path, config: Any) -> None:
-    """Raises: ConfigError if prompts are to be shared by a vision-language model."""
+    """Raises: ConfigError if prompts are to be shared by a vision-language model, or one whose
+    attention is not told of it."""
+    text = config.get_text_config()
+    if shares and "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        wanted = (
+            f"False with {directory}, whose chunks of a sequence are not counted from a prompt on"
+        )
+        raise ConfigError("train.share_prompts", True, wanted)
     if shares and sees(config):
         wanted = f"False with {directory}, which has a vision tower, whose positions are counted differently"
         raise ConfigError("train.share_prompts", True, wanted)

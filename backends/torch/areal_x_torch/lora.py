@@ -28,6 +28,7 @@ from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x_torch.collectives import CopyToGroup, SumOverGroup
 from areal_x_torch.dtensors import ShardedView, gather, local, split
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.loading import quiet
 from areal_x_torch.model import ADAPTER, is_classifier, named_tensors
 
@@ -110,7 +111,7 @@ def check_targets(directory: Path, config: LoRAConfig) -> None:
 def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Returns the layers that can have adapters: linear layers of the decoder except experts;
     neither the head nor the vision tower."""
-    decoder = model.get_decoder()
+    decoder = inner_decoder(model)
     place = next(name for name, module in model.named_modules() if module is decoder)
     inner = ((f"{place}.{name}", module) for name, module in decoder.named_modules())
     return {

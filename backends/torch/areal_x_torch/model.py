@@ -12,13 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_x_torch.attention import Segments
 from areal_x_torch.dtensors import ShardedView
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import Routing, routing_scope
 from areal_x_torch.images import RowImages, embed_images, sees
 
@@ -88,7 +87,8 @@ def head_input(
 
 def decoder(model: PreTrainedModel) -> nn.Module:
     """Returns the language model; for a vision-language model, the part after the tower."""
-    found: nn.Module = model.get_decoder() if has_vision(model) else model.base_model
+    whole = has_vision(model) or model.base_model is model  # Llama 4's is
+    found: nn.Module = inner_decoder(model) if whole else model.base_model
     return found
 
 
