@@ -107,7 +107,8 @@ def build(directory: Path, head: str) -> PreTrainedModel:
                 )
             else:  # still on the hub: `from_pretrained` would draw weights, in the host's memory
                 with torch.device("meta"):
-                    model = architecture._from_config(described, dtype=torch.float32)
+                    # Without dropout, as `from_pretrained` returns a model.
+                    model = architecture._from_config(described, dtype=torch.float32).eval()
                 found = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys"), ())
         except Exception as error:  # each configuration and model raises its own type
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -24,6 +24,10 @@ class Visible:
     window: int | None
     chunk: int | None = None
 
+    def __getitem__(self, _: Any) -> None:
+        """Raises: NotImplementedError, in a layer that takes this for a tensor."""
+        raise NotImplementedError("its layers choose among the keys that its mask shows")
+
     def hides(self, tokens: int) -> bool:
         """True if a token of a sequence of so many may not see one before it."""
         return any(span is not None and span < tokens for span in (self.window, self.chunk))
