@@ -117,8 +117,13 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in inner
-        if isinstance(module, nn.Linear) and "expert" not in name
+        if isinstance(module, nn.Linear) and returns_products(module) and "expert" not in name
     }
+
+
+def returns_products(layer: nn.Linear) -> bool:
+    """False for a layer with a function of its own: Llama 4's routers."""
+    return isinstance(layer, LoRALinear) or type(layer).forward is nn.Linear.forward
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
