@@ -69,6 +69,7 @@ YOUTU = {**LATENT, **UNTIED, "model_type": "youtu"}
 ERNIE = {**SIZES, **UNTIED, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
 
 LLAMA4 = {**SIZES, "model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 56, "num_local_experts": 4}
+AT_ONCE = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # as Scout's: no frequencies in between
 LLAMA4 |= {"num_hidden_layers": 4, "attention_chunk_size": 5, "floor_scale": 4, "interleave_moe_layer_step": 2}
 
 # Model type → its shapes: heads tied or not, keys for one query head or several, windows or none, biases, scaled positions.
@@ -208,7 +209,7 @@ FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
         LLAMA4 | ALL_KEYS | {"attention_bias": True, "no_rope_layer_interval": 2, "attn_scale": 0.5, "use_qk_norm": False},
         LLAMA4
         | {"attn_temperature_tuning": False, "moe_layers": [0], "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
-        | {"rope_parameters": {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": 16}},
+        | {"rope_parameters": {**LLAMA3, **AT_ONCE, "rope_theta": 1e4, "original_max_position_embeddings": 16}},
     ],
     "youtu": [
         YOUTU,

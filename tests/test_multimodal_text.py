@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.packing import pack
 from areal_x.errors import UserError
 from areal_x.hf import adapters, model_dir
+from areal_x.hf.config_defaults import described_text, vocabulary_of
 from areal_x.hf.image_reader import load_image_reader
 from areal_x.protocols.backends import create_trainer, load_backend
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from tests.model_families import CASES
-from tests.models import trajectories, with_images, write_config
+from tests.models import log_softmax, torch_logits, trajectories, with_images, write_config
 
 OTHER = {"jax": "torch", "torch": "jax"}
 pytest.importorskip("torch")
@@ -90,3 +92,26 @@ def test_images_are_refused_before_a_run_and_in_a_batch(backend: str, source: Pa
     seen = pack(with_images((3, (1, 4, 4), 2)), 32).batch
     with pytest.raises(UserError, match="the batch has images"):
         trainer_of(backend, source).logprobs(seen)
+
+
+def test_a_head_that_the_file_has_counts_whatever_the_config_ties(backend: str, tmp_path: Path) -> None:
+    """As in transformers: Mistral Small 3.1's config leaves out that its head is not tied."""
+    directory = write_config(CASES["mistral3-0"], tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part.pop("tie_word_embeddings")
+    (directory / "config.json").write_text(json.dumps(config))
+    load_backend(backend).check(TrainerConfig(ModelConfig(str(directory))))
+    alone = [t.tokens for t in trajectories(9, 14)]
+    packed = pack(trajectories(9, 14), 32)
+    found = packed.gather(trainer_of(backend, directory).logprobs(packed.batch))
+    for logits, tokens, ours in zip(torch_logits(directory, alone), alone, found, strict=True):
+        logp = log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]]
+        np.testing.assert_allclose(ours[1:], logp, atol=1e-4)
+
+
+def test_what_a_config_leaves_out_of_its_language_model_is_transformers_default(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocabulary_of(tmp_path) == 262208
+    assert described_text(tmp_path)["num_attention_heads"] == 8

@@ -53,7 +53,14 @@ from areal_x_jax.sharding import (
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.update import update_step
-from areal_x_jax.weights import from_tensors, places, tensors_beside, to_arrays, to_tensors
+from areal_x_jax.weights import (
+    as_stored,
+    from_tensors,
+    places,
+    tensors_beside,
+    to_arrays,
+    to_tensors,
+)
 
 # The heads that have what each method returns.
 HEADS = {"logprobs": ("policy",), "values": ("value", "reward")}
@@ -89,7 +96,9 @@ class Trainer(HuggingFaceTrainer):
             compute_in_fp32(jax.local_devices()[0].platform)
         self.directory = model_dir.resolve(config.model.path)
         model_dir.check_head(self.directory, config.head)
-        self.arch = read_architecture(model_dir.read_config(self.directory), config.head)
+        self.arch = as_stored(
+            read_architecture(model_dir.read_config(self.directory), config.head), self.directory
+        )
         check_sharing(config.share_prompts, self.directory, self.arch)
         if config.replay_experts and self.arch.experts is None:
             wanted = f"False with {self.directory}, which has no experts"
@@ -313,7 +322,7 @@ class Trainer(HuggingFaceTrainer):
     def _read_teacher(self, directory: Path) -> tuple[Architecture, Params]:
         check_vocabulary("train.teacher", directory, self.directory)
         model_dir.check_head(directory, "policy")
-        arch = read_architecture(model_dir.read_config(directory))
+        arch = as_stored(read_architecture(model_dir.read_config(directory)), directory)
         if self.arch.vision is not None and (
             arch.vision is None or arch.vision.host_view != self.arch.vision.host_view
         ):

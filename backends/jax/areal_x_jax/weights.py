@@ -189,6 +189,20 @@ def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], so
     )
 
 
+def as_stored(arch: Architecture, directory: Path) -> Architecture:
+    """Returns the architecture without a tied head if the directory has a head of its own, which then
+    counts, as it does in transformers: Mistral Small 3.1's config leaves out that it is not tied."""
+    if not arch.tied or arch.scores:
+        return arch
+    ends = head_of(arch), f"{module_of(arch)}.embed_tokens.weight"
+    stored = {saved_name(arch, name): name for name in model_dir.shapes(directory)}
+    if not all(name in stored for name in ends):
+        return arch
+    read = dict(model_dir.read_tensors(directory, {stored[name] for name in ends}))
+    head, embedding = (read[stored[name]] for name in ends)
+    return arch if np.array_equal(head, embedding) else replace(arch, tied=False)
+
+
 def is_ignored(arch: Architecture, name: str) -> bool:
     """True for a tied head that was saved a second time, for a language model's head in a model that
     scores, for layers that predict further tokens, and for what rotations compute anew."""
