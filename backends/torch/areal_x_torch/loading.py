@@ -176,8 +176,16 @@ def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
 
 def value_model_class(directory: Path) -> type[PreTrainedModel]:
     """Returns the class of a vision-language model with a score in place of its head, which
-    transformers has for text models only."""
+    transformers has for text models only.
+
+    Raises: UserError for a Llama 4, which has a whole language model inside with the head.
+    """
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if config.model_type == "llama4":
+        raise UserError(
+            f"{directory} is a llama4, whose language model torch does not take apart for a critic or a"
+            " reward model: use train.backend = 'jax', or another model"
+        )
     writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
     class Scores(writes):
