@@ -15,6 +15,7 @@ of --accelerators no server is on two nodes, nor is a group of ranks that exchan
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.recipes import grpo
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early
 from areal_x.engines.fleet.config import program_of, widths_in
@@ -223,7 +226,18 @@ def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
         prompt_tokens=options.prompt_tokens,
         concurrency=choice_of(config).concurrency,
         efficiency=options.efficiency,
+        passes=forward_passes(config),
     )
+
+
+def forward_passes(config: Config) -> int:
+    """Returns how many passes over a batch there are before its first optimizer step: for the proximal policy, and
+    for a reference, a teacher or a critic."""
+    algorithm: Algorithm = grpo()
+    if config.is_bound("train.algorithm"):
+        algorithm = copy.deepcopy(config.value("train.algorithm"))  # calls gin's reference
+    models = algorithm.needs & {"reference", "teacher", "teacher_logits", "values"}
+    return bool(algorithm.extra_pass(config.value("train.minibatches"))) + len(models)
 
 
 def show(predictions: Sequence[Prediction], config: Config, accelerators: int) -> None:

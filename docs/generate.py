@@ -21,7 +21,7 @@ from areal_x.config.reader import configurable_modules, registered, short_name
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from tests.model_families import COLUMNS, TITLES, is_proven
+from tests.model_families import COLUMNS, SERVED, TITLES, is_proven, is_served
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -77,6 +77,20 @@ which of its unusual parts it has: multi-head latent attention, gated delta rule
 encoder and others.
 
 """
+ENGINES_HEAD = """
+## Served by
+
+"yes": a real server's engine computes on a CPU what transformers does with the weights that it begins with and with those that
+a swap brings, heads tied and not, and proves them. What they compute on accelerators was not tried family by family.
+
+* vLLM's kernels for a CPU take gated delta rules and latent attention in bfloat16, and of the hub's head widths, only. Of a
+  gated delta rule's layers they differ from transformers as much as its own bfloat16 does. Latent attention (DeepSeek, GLM-4.7
+  Flash) gives after a swap exactly what an engine gives that began with the new weights, and both differ from transformers,
+  so the table has no "yes".
+* vLLM has no place for a tied head in Qwen3-Next, GLM-4.5 and latent attention's families: a swap without a head is refused.
+* On a CPU vLLM leaves out the correction of ERNIE's routers, and has no kernel for gpt-oss's experts.
+
+"""
 
 
 def page() -> str:
@@ -126,13 +140,17 @@ def algorithms() -> str:
 
 
 def models() -> str:
-    """A row for each family and backend, with what tests prove of it."""
+    """A row for each family and backend with what tests prove of it, and one for each family with the engines that serve it."""
     rows = [f"| models | `model_type` | backend | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 3) + "|"]
     for family, title in TITLES.items():
         for backend in ("JAX", "torch"):
             cells = ["yes" if is_proven(family, backend, column) else "–" for column in COLUMNS]
             rows.append(f"| {title} | `{family}` | {backend} | {' | '.join(cells)} |")
-    return MODELS_HEAD + "\n".join(rows) + "\n"
+    served = [f"| models | `model_type` | {' | '.join(SERVED)} |", "|---" * (len(SERVED) + 2) + "|"]
+    for family, title in TITLES.items():
+        cells = ["yes" if is_served(family, engine) else "–" for engine in SERVED]
+        served.append(f"| {title} | `{family}` | {' | '.join(cells)} |")
+    return MODELS_HEAD + "\n".join(rows) + ENGINES_HEAD + "\n".join(served) + "\n"
 
 
 def is_recipe(function: Any) -> bool:

@@ -416,6 +416,35 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     ("torch", "images"): {TORCH_IMAGES: TORCH_SEES},
 }
 
+VLLM = "tests/engines/vllm/test_vllm_{}.py::test_after_a_swap_a_family_says_{}"
+ON_VLLM = ("qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "llama", "mistral", "mixtral", "olmo2", "olmo3", "smollm3", "granite")
+ON_VLLM += ("phi3", "glm", "glm4", "glm4_moe", "dots1", "solar_open")
+ON_VLLM_IN_HALF = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+ON_SGLANG = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gemma3_text", "olmo2", "granite", "phi3", "glm4")
+# Engine → tests in which a real one, on a CPU, computes what transformers does, before and after a swap: family → the case.
+SERVED: dict[str, dict[str, dict[str, str]]] = {
+    "vLLM": {
+        VLLM.format("families", "and_proves_what_the_new_weights_are_and_no_part_of_them_can_be_left_out"): {
+            **{family: family for family in ON_VLLM},
+            "qwen2_moe": "qwen2-moe",
+            "qwen3_moe": "qwen3-moe",
+            "gemma3_text": "gemma3",
+        },
+        VLLM.format("half_families", "what_an_engine_does_that_began_with_the_new_weights"): {
+            family: family for family in ON_VLLM_IN_HALF
+        },
+    },
+    "SGLang": {
+        "tests/engines/sglang/test_sglang_families.py::test_after_a_swap_a_family_says_and_proves_what_the_new_weights_are": {
+            family: family for family in ON_SGLANG
+        },
+    },
+}
+
+
+def is_served(family: str, engine: str) -> bool:
+    return any(family in cases for cases in SERVED[engine].values())
+
 
 def is_proven(family: str, backend: str, column: str) -> bool:
     return any(family in cases for cases in PROOFS[backend, column].values())

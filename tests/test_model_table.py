@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.model_families import COLUMNS, PROOFS, TITLES, is_proven
+from tests.model_families import COLUMNS, PROOFS, SERVED, TITLES, is_proven
 
 
 def cases_of(test: str) -> set[str]:
@@ -23,6 +23,16 @@ def cases_of(test: str) -> set[str]:
 def test_each_cell_of_the_page_of_models_has_a_case_of_a_test(backend: str, column: str) -> None:
     for test, cases in PROOFS[backend, column].items():
         assert set(cases.values()) <= cases_of(test), test
+        assert cases.keys() <= TITLES.keys()
+
+
+@pytest.mark.parametrize("engine", SERVED)
+def test_each_family_that_an_engine_serves_has_a_case_of_a_test(engine: str) -> None:
+    for test, cases in SERVED[engine].items():
+        file, _, function = test.partition("::")
+        marks = getattr(import_module(file.removesuffix(".py").replace("/", ".")), function).pytestmark
+        (values,) = (mark.args[1] for mark in marks if mark.name == "parametrize" and mark.args[0] in ("name", "family"))
+        assert set(cases.values()) <= {value.values[0] if hasattr(value, "values") else value for value in values}
         assert cases.keys() <= TITLES.keys()
 
 

@@ -185,15 +185,15 @@ def profile_from_sizes(
     concurrency: int,
     efficiency: float = 0.4,
     sigma: float = 1.0,
+    passes: int = 0,
 ) -> Profile:
     """Estimates a profile from the sizes of a model and the peak rates of a device, without any
     measurement.
 
     Weights and gradients have 2 bytes per parameter. A decoding step reads all weights once; a
-    token costs 2 operations per parameter to prefill or generate and 8 to train on (2 for its
-    log-probability, 6 for forward and backward); weights are staged once. All at `efficiency` of
-    the peak rates. Caches, attention over long rows and the network are ignored. Lengths are
-    lognormal.
+    token costs 2 operations per parameter to prefill or generate, 6 to train on, and 2 for each of
+    the further forward `passes`; weights are staged once. All at `efficiency` of the peak rates.
+    Caches, attention over long rows and the network are ignored. Lengths are lognormal.
     """
     for name, value in (
         ("parameters", parameters),
@@ -211,7 +211,7 @@ def profile_from_sizes(
         decode_step_seconds=read_seconds,
         decode_request_seconds=token_seconds,
         prefill=1 / token_seconds,
-        train_token_seconds=4 * token_seconds,
+        train_token_seconds=(3 + passes) * token_seconds,
         publish_seconds=read_seconds,
         swap_seconds=read_seconds,
         lengths=lengths,

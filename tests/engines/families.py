@@ -57,7 +57,7 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ALL: dict[str, Any] = MODELS | MORE | SEEING
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 OLMOE = {**SIZES, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
-LATER = ("granite", "phi3", "glm4")
+LATER = ("granite", "phi3", "glm4", "glm", "olmo2", "olmo3", "smollm3", "dots1", "solar_open")
 FAMILIES: dict[str, Any] = {
     **{
         name: ALL[name]
@@ -73,6 +73,7 @@ FAMILIES: dict[str, Any] = {
     "gemma3-tied": ALL["gemma3"] | TIED,
     "gemma3": ALL["gemma3"] | UNTIED,
     **{f"{name}{head}": FAMILY_MODELS[name][0] | own for name in LATER for head, own in (("", UNTIED), ("-tied", TIED))},
+    "glm4_moe": FAMILY_MODELS["glm4_moe"][0] | UNTIED,
     **{name: ALL[name] for name in ("qwen2_5_vl", "qwen2_5_vl-tied", "qwen3_vl", "qwen3_vl-tied")},
 }
 
@@ -98,7 +99,6 @@ class Served:
         sees = (model / "preprocessor_config.json").exists()
         self.llm: Any = LLM(
             model=str(model),
-            dtype="float32",
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=2,
@@ -107,7 +107,7 @@ class Served:
             limit_mm_per_prompt={"image": 1, "video": 0} if sees else None,
             weight_transfer_config=WeightTransferConfig(backend=backend),
             disable_log_stats=True,
-            **settings,
+            **{"dtype": "float32", **settings},
         )
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -262,15 +262,18 @@ def only_once() -> None:
     """Leaves out what vLLM does again for each engine and need not in one process, a minute in all.
 
     It inspects each architecture in a process of its own, and goes through all modules for its kernels and eight times through
-    all objects for garbage.
+    all objects for garbage. What it serves by transformers' own layers it compiles, and changes their classes for that, which
+    then make no model outside of vLLM: here nothing is compiled.
     """
     from vllm.model_executor.models import registry
+    from vllm.model_executor.models.transformers.base import Base
     from vllm.platforms.cpu import CpuPlatform
 
     Lazy, Info = registry._LazyRegisteredModel, registry._ModelInfo
     Lazy.inspect_model_cls = lambda self: Info.from_model_cls(self.load_model_cls())
     register = CpuPlatform.register_triton_kernel_overrides
     CpuPlatform.register_triton_kernel_overrides = classmethod(cache(lambda cls: register()))
+    Base._decorate_for_torch_compile = lambda self: None
     gc.collect = lambda generation=2: 0
 
 

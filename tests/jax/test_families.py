@@ -134,18 +134,20 @@ def test_gradients_are_those_of_transformers(name: str, directory_of: Directorie
 def test_what_is_sampled_with_the_cache_has_the_log_probabilities_of_the_whole_sequence(
     name: str, directory_of: Directories
 ) -> None:
-    """Of prompts longer than a prefill's chunk and shorter than a window, in one part of the cache and in several."""
+    """Of prompts longer than a prefill's chunk and shorter than a window, in one part of the cache and in several, and of one
+    token where another sequence was."""
     directory = directory_of(name)
     trainer = make_trainer(directory)
     sampler = trainer.sampler(4, 160)
     sampler.load(trainer.snapshot())
-    requests = [slot_request(slot, prompt, 12, seed=slot) for slot, prompt in enumerate((90, 3, 1, 40))]
-    for slot, (tokens, said) in sample_to_end(sampler, requests).items():
-        assert len(tokens) == 12
-        whole = np.append(requests[slot].tokens, tokens).astype(np.int32)
-        logits = torch_logits(directory, [whole])[0]
-        at = np.arange(len(whole) - 12, len(whole))
-        np.testing.assert_allclose(said, log_softmax(logits)[at - 1, whole[at]], atol=1e-4)
+    for prompts in ((90, 3, 1, 40), (1,)):
+        requests = [slot_request(slot, prompt, 12, seed=slot) for slot, prompt in enumerate(prompts)]
+        for slot, (tokens, said) in sample_to_end(sampler, requests).items():
+            assert len(tokens) == 12
+            whole = np.append(requests[slot].tokens, tokens).astype(np.int32)
+            logits = torch_logits(directory, [whole])[0]
+            at = np.arange(len(whole) - 12, len(whole))
+            np.testing.assert_allclose(said, log_softmax(logits)[at - 1, whole[at]], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["phi3-0", *further(*(x for x in CASES if x != "phi3-0"))])

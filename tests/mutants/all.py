@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_algorithms, of_ends, of_kept, of_runs, of_servers, of_trainers
+from tests.mutants import of_algorithms, of_ends, of_kept, of_models, of_runs, of_servers, of_trainers
 
 MUTANTS = [
     *of_algorithms.MUTANTS,
@@ -10,5 +10,6 @@ MUTANTS = [
     *of_runs.MUTANTS,
     *of_ends.MUTANTS,
     *of_kept.MUTANTS,
+    *of_models.MUTANTS,
     *of_servers.MUTANTS,
 ]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from areal_x import plan
+from areal_x.config.reader import load
 from areal_x.monitor.metrics import MetricsWriter
 from areal_x.run.journal import Journal
 from areal_x.simulation import FakeEngine, FakeTrainer, Speed, fixed, simulate
@@ -102,9 +103,24 @@ def test_sizes_become_seconds_by_the_arithmetic_of_the_roofline():
     )
     assert profile.decode_step_seconds == 2e9 / 0.5e12
     assert 1 / profile.prefill == profile.decode_request_seconds == 2e9 / 0.5e14
-    assert profile.train_token_seconds == 8e9 / 0.5e14
+    assert profile.train_token_seconds == pytest.approx(6e9 / 0.5e14)
     assert profile.lengths.max() == 400
     assert 85 < profile.lengths.mean() <= 102  # the mean before the cut is 100
+
+
+@pytest.mark.parametrize(
+    ("bindings", "passes"),
+    [
+        ([], 0),
+        (["train.algorithm = @decoupled_ppo()"], 0),  # the step's own pass
+        (["train.algorithm = @decoupled_ppo()", "train.minibatches = 2"], 1),
+        (["train.algorithm = @ppo()", "train.minibatches = 2"], 1),  # the critic's values
+    ],
+)
+def test_forward_passes_before_a_step_are_counted(tmp_path, bindings, passes):
+    file = tmp_path / "run.gin"
+    file.write_text("\n".join(bindings))
+    assert plan.forward_passes(load(file)) == passes
 
 
 def recorded(run, steps=8, **ring):

@@ -73,8 +73,10 @@ class Elastic:
 
     def step(self, trainer_idle: float, rollout_idle: float) -> None:
         """Counts a step of the run, and changes the number of servers if it is time to."""
-        serving = sum(server.serves or server.final for server in self._seen())
-        reason = self._scaling.step(trainer_idle, rollout_idle, serving)
+        seen, replicas = self._seen(), self._supervisor.replicas
+        coming = [server.name for server in seen if not server.serves and not server.final]
+        starting = any(replicas[name].server is not None for name in coming)
+        reason = self._scaling.step(trainer_idle, rollout_idle, len(seen) - len(coming), starting)
         if reason is not None:
             self._report(reason)
             self._changed.set()

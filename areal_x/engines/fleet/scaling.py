@@ -4,8 +4,10 @@
     rollout idle > 30 %, trainer not        one less        the others would suffice
 
 Both are medians of five steps with the same number of servers, so that one slow step decides
-nothing. Another server is asked for when all that were asked for serve. One leaves only if the
-others could do its work: n servers that are idle for more than 1/n of the time would be busy for at
+nothing. Another server is asked for when all that were asked for serve. One that still waits for
+room is given up when the trainer waits no longer, and not one that starts: beside the trainer it
+slows it, and would be given up and asked for again without end. One leaves only if the others could
+do its work: n servers that are idle for more than 1/n of the time would be busy for at
 most all of it as n - 1. So a run whose work does not change settles: with G seconds of one server's
 generation and T seconds of training in a step, n servers leave the trainer idle for
 1 - T·n/G and are themselves idle for 1 - G/(T·n). One leaves at G/n < T·(n - 1)/n, and then
@@ -34,10 +36,12 @@ class Scaling:
         self._serving = 0
         self._idle: deque[tuple[float, float]] = deque(maxlen=STEPS)
 
-    def step(self, trainer_idle: float, rollout_idle: float, serving: int) -> str | None:
+    def step(
+        self, trainer_idle: float, rollout_idle: float, serving: int, starting: bool = False
+    ) -> str | None:
         """Counts a step; returns why `wanted` has changed, if it has. serving: how many servers
         generate now; those that never will again count too, as nothing is to be expected of
-        them."""
+        them. starting: True if one that does not generate yet has its place."""
         if serving != self._serving:
             self._serving = serving
             self._idle.clear()
@@ -49,10 +53,11 @@ class Scaling:
             return self._want(
                 self.wanted + (serving >= self.wanted), f"the trainer waits {waits:.0%}"
             )
-        reason = f"generation rests {rests:.0%}"
         if rests > max(ROLLOUT_IDLE, 1 / serving):
-            return self._want(min(self.wanted, serving) - 1, reason)
-        # What has not come is not needed.
+            return self._want(min(self.wanted, serving) - 1, f"generation rests {rests:.0%}")
+        if starting:
+            return None
+        # What finds no place is not needed.
         return self._want(min(self.wanted, serving), f"the trainer waits {waits:.0%}")
 
     def fewer(self) -> None:

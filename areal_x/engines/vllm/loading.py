@@ -43,7 +43,7 @@ def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> N
     tied = shared(model)
     forget_packing(model)
     initialize_layerwise_reload(model)
-    wanted = {name for name, _ in model.named_parameters()}
+    wanted = needed(model)
     try:
         loaded = model.load_weights(weights)
         missing = incomplete(model) | (set() if loaded is None else wanted - add_tied(loaded, tied))
@@ -52,6 +52,15 @@ def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> N
     if missing:
         raise ValueError(f"the staged weights lack {', '.join(sorted(missing))}")
     refresh_tied(model, tied)
+
+
+def needed(model: Any) -> set[str]:
+    """Returns what each version of the weights must fill. The correction of a router's choice is a parameter of vLLM's own
+    models, and a buffer of those that transformers' layers make; other buffers are computed or scale quantised keys."""
+    corrections = (
+        name for name, _ in model.named_buffers() if name.endswith(".e_score_correction_bias")
+    )
+    return {name for name, _ in model.named_parameters()}.union(corrections)
 
 
 def add_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
@@ -103,11 +112,23 @@ def refresh_tied(model: Any, tied: Iterable[set[str]]) -> None:
 
 
 def forget_packing(model: Any) -> None:
-    """Makes mixtures of experts on a CPU pack their new weights too: vLLM 0.32 packs once, when it
-    builds the kernel, and would pass plain weights to a kernel that reads packed ones (3 nats per
-    token off)."""
+    """Makes mixtures of experts and latent attention on a CPU pack their new weights too: vLLM 0.32 packs experts once, when
+    it builds the kernel, and would pass plain weights to a kernel that reads packed ones (3 nats per token off)."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         for layer in filter(is_plain_mixture, model.modules()):
             layer.quant_method.moe_kernel = None
+        for layer in model.modules():
+            if getattr(layer, "is_amx_bmm_enabled", False):
+                make_room(layer.kv_b_proj)
+
+
+def make_room(layer: Any) -> None:
+    """Gives a linear layer a weight again. Latent attention on a CPU packs its own copies of one and drops it; vLLM's reload
+    copies the new weight into the old one's memory, and fails where there is none."""
+    import torch
+
+    if layer.weight.numel() == 0:
+        shape = layer.output_size_per_partition, layer.input_size_per_partition
+        layer.weight = torch.nn.Parameter(layer.weight.new_empty(shape), requires_grad=False)

@@ -91,8 +91,7 @@ def receiver() -> Any:
                 for path, module in model.named_modules()
                 for name in planned.get(id(module), ())
             }
-            wanted = {name for name, _ in model.named_parameters()}
-            self._missing = wanted - loading.add_tied(names, self._tied)
+            self._missing = loading.needed(model) - loading.add_tied(names, self._tied)
             super()._restore_after_dry_run(model)
 
     return RDTTransfer

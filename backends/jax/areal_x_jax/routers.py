@@ -76,12 +76,10 @@ def choose(
 ) -> tuple[Float[Array, "... per_token"], Int[Array, "... per_token"]]:
     """Returns the scores of the experts that each token goes through, and these experts. correction:
     see `Router.corrected`."""
-    if correction is None and router.score == "sigmoid":  # which rounds large logits to 1
-        chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), per_token)[1]
-        return jnp.take_along_axis(scores, chosen, axis=-1), chosen
-    if correction is None and router.groups == 1:
+    if correction is None and router.groups == 1 and router.score == "softmax":
         return jax.lax.top_k(scores, per_token)
-    ranked = scores if correction is None else scores + correction.reshape(-1)
+    plain = logits if router.score == "sigmoid" else scores  # a sigmoid rounds large logits to 1
+    ranked = plain if correction is None else scores + correction.reshape(-1)
     # Only the choice follows from these: no gradient passes through them.
     ranked = jax.lax.stop_gradient(ranked)
     if router.groups > 1:

@@ -18,17 +18,28 @@ from areal_x.engines.fleet.proof.readers import Reader, memory_reader
 from areal_x.engines.fleet.proof.worker import answer, report
 from areal_x.engines.sglang.proof import unchanged
 
-SHAPES = {"embed": (5, 16), "q": (8, 16), "k": (4, 16), "v": (4, 16), "expert.0": (3, 16), "expert.1": (3, 16), "norm": (16,)}
+SHAPES = {
+    "embed": (5, 16),
+    "q": (8, 16),
+    "k": (4, 16),
+    "v": (4, 16),
+    "expert.0": (3, 16),
+    "expert.1": (3, 16),
+    "norm": (16,),
+    "correction": (2,),
+}
 
 
 class Fused(torch.nn.Module):  # type: ignore[misc]
-    """A worker's half of a model: queries, keys and values in one parameter, and the whole vocabulary, with rows to spare."""
+    """A worker's half of a model: queries, keys and values in one parameter, the whole vocabulary, with rows to spare, and a
+    router's correction in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         shapes = {"embed": (8, 16), "qkv": (8, 16), "experts": (2, 3, 16), "norm": (16,)}
         for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+        self.register_buffer("correction", torch.zeros(2))
         self.loads = 0
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
@@ -40,6 +51,8 @@ class Fused(torch.nn.Module):  # type: ignore[misc]
                 self.embed[len(tensor) :].data.fill_(0)
             elif name.startswith("expert."):
                 self.experts.data[int(name[-1])].copy_(tensor)
+            elif name == "correction":
+                self.correction.copy_(tensor)
             elif name == "norm":
                 self.norm.data.copy_(tensor)
                 self.last = tensor  # a loader that keeps what it was given
@@ -67,7 +80,7 @@ def test_a_model_is_proved_by_its_own_loaders_and_is_as_it_was_before() -> None:
     model = Fused()
     model.load_weights((name, torch.tensor(x)) for name, x in tensors.items())
     model.embed[6] = 7.0  # beyond the vocabulary: a loader that ran would set it to 0
-    before = {name: x.clone() for name, x in model.named_parameters()}
+    before = {name: x.clone() for name, x in model.state_dict().items()}
     last = model.last
     claiming = Claiming(1, True)
     for name, x in tensors.items():
@@ -76,8 +89,16 @@ def test_a_model_is_proved_by_its_own_loaders_and_is_as_it_was_before() -> None:
     halves = {f"{name} has {tensors[name].size // 2} of the {tensors[name].size} published numbers (qkv)" for name in "qkv"}
     assert set(verdict.differences) == halves  # another worker has the others
     assert (verdict.unproved, verdict.dtypes) == ({}, {})
-    assert all(torch.equal(x, before[name]) for name, x in model.named_parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert (model.loads, model.last) == (1, last)
     model.experts[1, 2, 3] += 1
     model.norm[[0, 1]] = model.norm[[1, 0]]
-    assert {words.split()[0] for words in proved(model, claiming).differences} == {"q", "k", "v", "expert.1", "norm"}
+    model.correction[0] = 0
+    assert {words.split()[0] for words in proved(model, claiming).differences} == {
+        "q",
+        "k",
+        "v",
+        "expert.1",
+        "norm",
+        "correction",
+    }

@@ -71,13 +71,25 @@ def test_another_one_is_wanted_when_all_that_were_asked_for_serve() -> None:
     assert scaling.wanted == 2
 
 
-def test_one_that_has_not_come_is_not_wanted_when_the_trainer_waits_no_longer() -> None:
+@pytest.mark.parametrize(("starting", "wanted"), [(False, 1), (True, 2)])
+def test_one_without_a_place_is_not_wanted_when_the_trainer_waits_no_longer_and_one_that_starts_is(
+    starting: bool, wanted: int
+) -> None:
+    """A server that starts slows the trainer beside it."""
     scaling = Scaling(1, 3)
     for _ in range(STEPS):
         scaling.step(0.5, 0.0, 1)
     assert scaling.wanted == 2
+    for _ in range(10 * STEPS):
+        scaling.step(0.0, 0.7, 1, starting)
+    assert scaling.wanted == wanted
+
+
+def test_one_that_starts_is_given_up_if_the_others_could_do_the_work_of_one_of_them() -> None:
+    scaling = Scaling(1, 3)
+    scaling.wanted = 3
     for _ in range(STEPS):
-        scaling.step(0.0, 0.1, 1)
+        scaling.step(0.0, 0.7, 2, True)
     assert scaling.wanted == 1
 
 

@@ -16,17 +16,15 @@ from tests.engines.conformance import expected_logprobs
 from tests.engines.families import TIED, UNTIED, widened
 from tests.engines.sglang.conftest import PYTHON
 from tests.engines.sglang.test_sglang_proof import REQUEST, proved
-from tests.model_families import CASES
+from tests.model_families import CASES, ON_SGLANG
 from tests.models import write_config
 from tests.servers import Run, Weights
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
-SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gemma3_text", "olmo2", "granite", "phi3", "glm4")
-
 
 @pytest.mark.parametrize("head", ["", "-tied"])
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", ON_SGLANG)
 def test_after_a_swap_a_family_says_and_proves_what_the_new_weights_are(
     family: str, head: str, tmp_path: Path, run: Run
 ) -> None:

@@ -8,7 +8,7 @@ memory, once in a server's life (about 0.1 ms per tensor).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of a module, as loaders see it."""
+    """A parameter or a buffer of a module, as loaders see it."""
 
     module: str
     name: str
@@ -94,7 +94,7 @@ def layout_of(model: Any, shapes: Mapping[str, Shape], as_loaded: AsLoaded) -> L
     tied = shared(model)
     with as_loaded(model):
         own: dict[int, tuple[str, Any]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in weights_of(model):
             own.setdefault(parameter.untyped_storage()._cdata, (name, parameter))
         published = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         sources = {x.untyped_storage()._cdata: (name, x) for name, x in published.items()}
@@ -165,9 +165,15 @@ def split(name: str) -> tuple[str, str]:
     return module, parameter
 
 
+def weights_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the tensors that loaders may fill: parameters, and buffers, which some routers' corrections are."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def shared(model: Any) -> list[set[str]]:
     """Returns the sets of names under which one tensor appears more than once."""
     names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in weights_of(model):
         names.setdefault(id(parameter), set()).add(name)
     return [alike for alike in names.values() if len(alike) > 1]
