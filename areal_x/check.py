@@ -176,7 +176,9 @@ def model_findings(
             "other models", lambda: models.check_other_models(settings, model, tokenizers[0])
         )
     if tokenizers and tasks:
-        yield look("lengths", lambda: tokens.check_lengths(settings, tasks, tokenizers[0], model))
+        of = settings, tasks, tokenizers[0], model
+        sees = not devices or devices[0].images
+        yield look("lengths", lambda: tokens.check_lengths(*of, sees=sees))
     if urls := settings.scoring_urls():
         yield look(
             "scoring servers",

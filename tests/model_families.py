@@ -10,6 +10,7 @@ from tests.models import (
     EXPERTS,
     FULL,
     GEMMA3,
+    IDS,
     LATENT_WIDTHS,
     LLAMA3,
     QWEN3,
@@ -17,6 +18,7 @@ from tests.models import (
     SEEING_HYBRIDS,
     SHARING,
     SIZES,
+    TOWER3_5,
     YARN,
 )
 
@@ -65,6 +67,10 @@ DOTS = {**QWEN3, **ROUTED, **THREE, "model_type": "dots1"}
 SOLAR = {**QWEN3, **ROUTED, "model_type": "solar_open"}
 YOUTU = {**LATENT, **UNTIED, "model_type": "youtu"}
 ERNIE = {**SIZES, **UNTIED, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
+
+LLAMA4 = {**SIZES, "model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 56, "num_local_experts": 4}
+AT_ONCE = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # as Scout's: no frequencies in between
+LLAMA4 |= {"num_hidden_layers": 4, "attention_chunk_size": 5, "floor_scale": 4, "interleave_moe_layer_step": 2}
 
 # Model type → its shapes: heads tied or not, keys for one query head or several, windows or none, biases, scaled positions.
 FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
@@ -197,6 +203,14 @@ FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
         SOLAR | {"attention_bias": True, "norm_topk_prob": False, "head_dim": 8},
         SOLAR | ALL_KEYS | {"rope_parameters": {**YARN, "rope_theta": 1e4}, "routed_scaling_factor": 1.7},
     ],
+    "llama4_text": [
+        LLAMA4,
+        LLAMA4 | TIED | ONE_KEY | {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1, "num_hidden_layers": 2},
+        LLAMA4 | ALL_KEYS | {"attention_bias": True, "no_rope_layer_interval": 2, "attn_scale": 0.5, "use_qk_norm": False},
+        LLAMA4
+        | {"attn_temperature_tuning": False, "moe_layers": [0], "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
+        | {"rope_parameters": {**LLAMA3, **AT_ONCE, "rope_theta": 1e4, "original_max_position_embeddings": 16}},
+    ],
     "youtu": [
         YOUTU,
         YOUTU | TIED | {"q_lora_rank": None},
@@ -244,9 +258,36 @@ HYBRID_MODELS: dict[str, list[dict[str, Any]]] = {
         QWEN3_5_MOE | {"attention_bias": True, "linear_num_key_heads": 4, "layer_types": [FULL, RULE, FULL, RULE]},
     ],
 }
-FAMILY_MODELS |= HYBRID_MODELS
+# Multimodal checkpoints of which text is trained: the shapes of their language models, each beside the same tower.
+SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP |= {"image_size": 16, "patch_size": 4}
+LLAMA4_TOWER = {**SIGLIP, "intermediate_size": 64, "vision_output_dim": 16}
+LLAMA4_TOWER |= {"projector_input_dim": 16, "projector_output_dim": 16}
+BESIDE: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    "llama4": {"vision_config": LLAMA4_TOWER},
+    "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8}},
+    "qwen3_5": {"vision_config": TOWER3_5, **IDS},
+    "qwen3_5_moe": {"vision_config": TOWER3_5, **IDS},
+}
+INSIDE = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}
+INSIDE |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
+def multimodal(family: str, text: dict[str, Any]) -> dict[str, Any]:
+    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", family == "gemma3")}
+    # transformers leaves the cap out beside a tower.
+    text = {name: x for name, x in text.items() if name != "final_logit_softcapping"} | tied
+    return {**BESIDE[family], **tied, "model_type": family, "text_config": text}
+
+
+MULTIMODAL_MODELS = {
+    family: [multimodal(family, shape) for shape in (FAMILY_MODELS | HYBRID_MODELS)[inside]]
+    for family, inside in INSIDE.items()
+}
+FAMILY_MODELS |= HYBRID_MODELS | MULTIMODAL_MODELS
 CASES = {f"{family}-{number}": config for family, shapes in FAMILY_MODELS.items() for number, config in enumerate(shapes)}
-HYBRIDS = [name for name in CASES if name.rpartition("-")[0] in HYBRID_MODELS]
+HYBRIDS = [name for name in CASES if name.startswith(("qwen3_next", "qwen3_5"))]
 
 # ---- docs/models.md
 
@@ -283,14 +324,21 @@ TITLES = {
     "qwen3_next": "Qwen3-Next",
     "qwen3_5_text": "Qwen3.5, text",
     "qwen3_5_moe_text": "Qwen3.5 MoE, text",
+    "gemma3": "Gemma 3",
+    "gemma4_text": "Gemma 4, text",
+    "gemma4": "Gemma 4",
+    "llama4_text": "Llama 4, text",
+    "llama4": "Llama 4",
+    "mistral3": "Mistral Small 3.1, 3.2",
     "qwen3_5": "Qwen3.5",
     "qwen3_5_moe": "Qwen3.5 MoE",
 }
 COLUMNS = ("full", "LoRA", "tensor", "expert", "context", "stage", "packed", "images")
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
-MIXTURES += ("ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text")
+MIXTURES += ("llama4_text", "llama4", "ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
+GEMMA4S = {"gemma4_text": "gemma4", "gemma4": "gemma4-beside"}  # which torch alone trains
 OF_IMAGES = {family: family for family in SEE}
 TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)}
 JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"
@@ -322,7 +370,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     },
     ("JAX", "images"): {JAX.format("images", "logits_of_packed_rows_are_those_of_transformers"): OF_IMAGES},
     ("torch", "full"): {
-        TORCH.format("families", "what_is_saved_after_a_step_says_the_same_in_transformers"): OF_SHAPES,
+        TORCH.format("families", "what_is_saved_after_a_step_says_the_same_in_transformers"): OF_SHAPES | GEMMA4S,
         TORCH.format("images", "gradients_are_those_of_each_sequence_alone"): TORCH_SEES,
     },
     ("torch", "LoRA"): {
@@ -362,7 +410,8 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     },
     ("torch", "stage"): {TORCH_STAGES: OF_SHAPES},
     ("torch", "packed"): {
-        TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES,
+        TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES
+        | GEMMA4S,
         TORCH_IMAGES: TORCH_SEES,
     },
     ("torch", "images"): {TORCH_IMAGES: TORCH_SEES},

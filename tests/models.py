@@ -168,6 +168,7 @@ def write_config(config: dict[str, Any], directory: Path, sees: bool = False, se
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
+    sees = sees or "vision_config" in config
     model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(AutoConfig.for_model(**config))
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)

@@ -37,13 +37,6 @@ MULTI_HEAD_LATENT = {
     "index_topk": 8,
 }
 UNTRAINED: dict[str, dict[str, Any]] = {
-    "Llama4ForCausalLM": {
-        **SIZES,
-        "model_type": "llama4_text",
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 2,
-    },
     "DeepseekV32ForCausalLM": {**MULTI_HEAD_LATENT, "model_type": "deepseek_v32"},
     "GlmMoeDsaForCausalLM": {**MULTI_HEAD_LATENT, "model_type": "glm_moe_dsa"},
 }
@@ -139,18 +132,16 @@ def test_a_model_that_a_backend_does_not_train_is_named(name: str, backend: str,
     both_refuse(backend, untrained(name), f"{name}.*")
 
 
-def test_a_llama_4_that_sees_is_named(backend: str, tmp_path: Path) -> None:
-    write_model(
-        tmp_path, architectures=["Llama4ForConditionalGeneration"], model_type="llama4", vision_config={}, text_config={}
-    )
-    both_refuse(backend, tmp_path, "llama4|Llama4ForConditionalGeneration")
-
-
 # What a family's parts are called, in both backends.
 PARTS = {
     "deepseek_v32": "multi-head latent attention and attention to selected keys",
     "deepseek_v3": "multi-head latent attention",
+    "deepseek_v4": "attention to compressed keys",
     "glm_moe_dsa": "multi-head latent attention",
+    "hy_v4": "attention to selected keys",
+    "kimi_linear": "multi-head latent attention and linear attention layers",
+    "mistral4": "multi-head latent attention",
+    "qwen4_exp": "attention to selected keys",
     "llama4": "images",
     "llama4_text": "attention in chunks",
     "qwen3_next": "gated delta rule layers",
@@ -190,6 +181,8 @@ def default_config(model_type: str) -> dict[str, Any]:
         | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
         | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
+    if "vision_config" in config:
+        names |= auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     architectures = [names[model_type]] if model_type in names else None
     return config | NEEDED.get(model_type, {}) | {"architectures": architectures}
 
@@ -234,14 +227,14 @@ def test_every_model_type_of_transformers_can_be_trained_or_is_refused_in_a_sent
 
 
 @pytest.mark.thorough
-def test_every_causal_model_of_transformers_can_be_trained_with_torch_or_is_refused_in_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_backend", ["jax", "torch"])
+def test_every_causal_model_of_transformers_can_be_trained_or_is_refused_in_a_sentence(of_backend: str, tmp_path: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    import areal_x_torch
     from tests.families import tiny
 
-    found = {}
-    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    check, found = find_backend(of_backend).load().check, {}
+    for model_type, name in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | {"mistral4": "Mistral4ForCausalLM"}).items():
         if model_type in UNMADE:
             continue
         directory = tmp_path / model_type
@@ -252,10 +245,37 @@ def test_every_causal_model_of_transformers_can_be_trained_with_torch_or_is_refu
         config.architectures = [name]
         config.save_pretrained(directory)
         try:
-            areal_x_torch.check(TrainerConfig(ModelConfig(str(directory))))
+            check(TrainerConfig(ModelConfig(str(directory))))
         except UserError as error:
             found[config.model_type] = str(error)  # of the decoder alone
     assert not [words for words in found.values() if "\n" in words]
     wrong = {name: found[name] for name, part in PARTS.items() if name in found and part not in found[name]}
     assert not wrong
-    assert len(found) < len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) / 2
+    assert of_backend == "jax" or len(found) < len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) / 2
+
+
+def test_a_model_of_the_hub_is_looked_at_as_it_is_trained_without_dropout(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    import areal_x_torch
+
+    config = AutoConfig.for_model(**SIZES, model_type="gpt2", resid_pdrop=0.5, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained(tmp_path)
+    areal_x_torch.check(TrainerConfig(ModelConfig(str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        ({"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}, ("embeddings for each layer", "layers share")),
+        ({"attention_k_eq_v": True}, ("keys as values", "heads of other widths")),
+        ({"enable_moe_block": True, "num_experts": 2}, ("experts beside each MLP",)),
+    ],
+)
+def test_jax_names_what_it_lacks_of_a_gemma_4(changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+    from areal_x_jax.architecture import read_architecture
+
+    config = {**SIZES, "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "global_head_dim": 16, **changes}
+    with pytest.raises(UserError) as caught:
+        read_architecture(config)
+    assert all(part in str(caught.value) for part in parts)

@@ -105,7 +105,9 @@ def merge(
     settings: of adapter_config.json. model_type: the base's. A `score` of the adapter replaces the base's, or its
     language-model head. Raises: UserError for adapters of tensors that the base lacks.
     """
-    matrices = {name.removeprefix(PEFT_PREFIX): x.astype(np.float32) for name, x in adapter}
+    matrices = {
+        _within(name.removeprefix(PEFT_PREFIX)): x.astype(np.float32) for name, x in adapter
+    }
     score = matrices.pop("score.weight", None)
     unknown = [name for name in matrices if not name.endswith(MATRICES)]
     unknown += [name for name in ("use_dora", "fan_in_fan_out") if settings.get(name)]
@@ -116,9 +118,10 @@ def merge(
         )
     parts, used = _Parts(matrices, settings), set()
     for name, tensor in base:
-        if score is not None and name.removesuffix(".weight") in ("score", "lm_head"):
+        within = _within(name)
+        if score is not None and within.removesuffix(".weight") in ("score", "lm_head"):
             continue
-        if (found := parts.of(name)) is not None:
+        if (found := parts.of(within)) is not None:
             used.add(found.module)
             merged = tensor.astype(np.float32) + found.product(
                 name, tensor.shape, model_type in INPUTS_FIRST
@@ -214,12 +217,19 @@ class _Parts:
     def _setting(self, target: str, patterns: str, default: str) -> Any:
         """Returns a setting of a module or parameter, which PEFT looks up by patterns of names."""
         of = self._settings.get(patterns) or {}
-        found = (of[x] for x in of if re.match(rf"(.*\.)?({x})$", target))
+        names = [f"{prefix}{target}" for prefix in ("", "model.", "model.language_model.")]
+        found = (of[x] for x in of for name in names if re.match(rf"(.*\.)?({x})$", name))
         return next(found, self._settings[default])
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in targets)
+    return any(name == (x := _within(target)) or name.endswith(f".{x}") for target in targets)
+
+
+def _within(name: str) -> str:
+    """Returns a tensor's name in the language model: those of multimodal models have other prefixes
+    in files ("language_model.model.") than in memory, which PEFT's names follow."""
+    return re.sub(r"^(?:model\.|language_model\.)+", "", name)
 
 
 def check_saved(directory: Path, config: LoRAConfig, base: Path) -> None:

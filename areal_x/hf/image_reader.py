@@ -32,6 +32,7 @@ MAX_BYTES = 20 * 2**20  # of one image as a file
 # of one image, before the model's processor scales it down: 100 MB as bytes of RGB
 MAX_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
+BOTH_WAYS = ("gemma3", "gemma4")  # model types in which the tokens of an image see those after them
 CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
 
 Urls = tuple[str, ...]
@@ -134,14 +135,18 @@ def read_prompt_images(tokenizer: Any, prompt: str | Sequence[Message]) -> Image
 def load_image_reader(directory: str) -> ImageReader:
     """Loads the image processor of a model. Raises: UserError for a text-only model, or a processor
     that does not load."""
-    try:
-        config = read_config(Path(directory))
-        token, merge = config["image_token_id"], config["vision_config"]["spatial_merge_size"]
-    except (OSError, KeyError) as error:
-        raise UserError(
-            f"the prompt has images and {directory} reads text only: train a vision-language model,"
-            " Qwen2.5-VL or Qwen3-VL"
-        ) from error
+    config = read_config(Path(directory))
+    tower = config.get("vision_config", {})
+    if "image_token_id" not in config or "spatial_merge_size" not in tower:
+        model_type, wanted = (
+            config.get("model_type"),
+            "a vision-language model, Qwen2.5-VL or Qwen3-VL",
+        )
+        reads = f"is a {model_type}, which is trained on text alone" if tower else "reads text only"
+        if model_type in BOTH_WAYS:
+            reads += ", as its attention among the tokens of an image is not causal"
+        raise UserError(f"the prompt has images and {directory} {reads}: train {wanted}")
+    token, merge = config["image_token_id"], tower["spatial_merge_size"]
     try:
         from transformers import AutoImageProcessor
 

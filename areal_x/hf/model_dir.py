@@ -120,11 +120,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def vocabulary_of(directory: Path) -> int:
-    """Returns the number of tokens in a model's vocabulary."""
-    return int(text_config(read_config(directory))["vocab_size"])
-
-
 def stem(architecture: str) -> str:
     """An architecture's name without the suffix for its task."""
     return architecture.removesuffix(CAUSAL).removesuffix(CONDITIONAL).removesuffix(CLASSIFIER)

@@ -24,6 +24,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "embeddings for each layer": ("hidden_size_per_layer_input",),
     "scores biased by distance": ("alibi",),
     "keys and values that layers share": ("num_kv_shared_layers",),
+    "keys as values": ("attention_k_eq_v",),
+    "heads of other widths in some layers": ("global_head_dim", "per_layer_config"),
+    "experts beside each MLP": ("enable_moe_block",),
 }
 # Kind of layer, in layer_types → part. Kinds that are missing here are named as they are.
 LAYERS = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf.model_dir import read_config, text_config
+from areal_x.hf.config_defaults import described_text
 
 # Files with a vocabulary, in any of the forms that tokenizers have on the hub.
 FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -53,9 +53,7 @@ def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
     """
     if other.resolve() == directory.resolve():
         return
-    theirs, ours = (
-        int(text_config(read_config(path)).get("vocab_size") or 0) for path in (other, directory)
-    )
+    theirs, ours = (int(described_text(path).get("vocab_size") or 0) for path in (other, directory))
     if not has_tokenizer(other) or not has_tokenizer(directory):
         if theirs != ours:
             sizes = f"it has {theirs}, and there are no two tokenizers to compare"

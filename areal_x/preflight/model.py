@@ -4,7 +4,6 @@ tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
+from areal_x.hf.config_defaults import with_defaults
 from areal_x.hf.tokenizer import check_vocabulary
 from areal_x.settings import Settings
 from areal_x.workflows.learned_reward import LearnedReward
@@ -36,22 +36,6 @@ class Model:
         """The language model's config, with transformers' defaults and under the names that most
         families use ("hidden_size" where a file has "n_embd")."""
         return with_defaults(model_dir.read_config(self.directory))
-
-
-def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the language model's part of a config; see `Model.config`. What transformers cannot
-    read is left as it is: the backend's check says why."""
-    from transformers import CONFIG_MAPPING
-
-    text, model_type = model_dir.text_config(config), str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return text
-    try:
-        described = CONFIG_MAPPING[model_type].from_dict(deepcopy(dict(config))).get_text_config()
-        common = {name: getattr(described, name) for name in described.attribute_map}
-        return {**described.to_dict(), **common, **text}
-    except Exception:  # each config's class validates in its own way
-        return text
 
 
 def find_model(path: str | Callable[[], str]) -> Model:

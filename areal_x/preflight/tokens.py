@@ -38,8 +38,10 @@ def check_end_tokens(tokenizer: Any, model: Model) -> str:
     return f"{found}; with {names[turn.token]!r} the chat template ends a turn, which {unnamed}"
 
 
-def check_lengths(settings: Settings, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:
-    """Checks that prompts and answers fit into the context.
+def check_lengths(
+    settings: Settings, tasks: Sequence[Task], tokenizer: Any, model: Model, *, sees: bool = True
+) -> str:
+    """Checks that prompts and answers fit into the context. sees: `Devices.images`.
 
     Raises: UserError for prompts that cannot be read; ConfigError for a setting with which
     sequences, or all prompts, do not fit, or images are not supported.
@@ -61,6 +63,13 @@ def check_lengths(settings: Settings, tasks: Sequence[Task], tokenizer: Any, mod
     fitting = (task for i, task in enumerate(tasks) if screen is None or screen.fits(i, task))
     first = list(islice(fitting, READ_PROMPTS))
     images = [read_prompt_images(tokenizer, task.prompt) for task in first]
+    if any(images) and not sees:
+        raise ConfigError(
+            "train.backend",
+            settings.backend,
+            f"one that trains {model.directory} with images, which the prompts have: it trains the"
+            " language model alone, on text",
+        )
     if any(images) and settings.engine == "embedded" and settings.backend != "torch":
         raise ConfigError(
             "train.backend",

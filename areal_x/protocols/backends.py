@@ -35,6 +35,9 @@ class Devices:
     memory: int | None = None
     """Bytes of one device; None if unknown."""
 
+    images: bool = True
+    """False if the backend trains this model, which reads images, on text alone."""
+
 
 class Backend(Protocol):
     """The contract of the module (or object) behind a backend's entry point."""

@@ -18,7 +18,7 @@ from areal_x.engines.fleet.division import servers_of
 from areal_x.engines.fleet.staging import StagedFiles
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.hf.model_dir import vocabulary_of
+from areal_x.hf.config_defaults import vocabulary_of
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.protocols.workflow import Workflow

@@ -27,7 +27,7 @@ from areal_x_jax.dense_attention import softcapped
 from areal_x_jax.families import FAMILIES
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.weights import from_tensors
-from tests.model_families import FAMILY_MODELS
+from tests.model_families import FAMILY_MODELS, INSIDE, MULTIMODAL_MODELS
 from tests.models import (
     EXPERTS,
     GEMMA3,
@@ -70,7 +70,12 @@ BASES: dict[str, list[dict[str, Any]]] = {
         seeing("qwen3_vl", TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, [4, 2, 2], head_dim=16)
     ],
 }
-BASES |= {family: [shapes[0], shapes[-1]] for family, shapes in FAMILY_MODELS.items() if family not in BASES}
+BASES |= {
+    family: [shapes[0], shapes[-1]]
+    for family, shapes in FAMILY_MODELS.items()
+    if family not in BASES and family not in MULTIMODAL_MODELS
+}
+BASES["gemma3"] = [MULTIMODAL_MODELS["gemma3"][2]]  # one for all of them: the text inside is read as elsewhere
 KINDS = ["sliding_attention", "full_attention", "full_attention"]
 ROPES = [
     {"rope_type": "default", "rope_theta": 500.0},
@@ -108,11 +113,18 @@ VALUES: dict[str, list[Any]] = {
     "residual_multiplier": [2.0],
     "attention_multiplier": [2.0],
     "logits_scaling": [2.0],
+    "intermediate_size_mlp": [40],
+    "moe_layers": [[], [1, 2]],
+    "interleave_moe_layer_step": [1, 3],
+    "attention_chunk_size": [3, None],
+    "attn_temperature_tuning": [False],
+    "floor_scale": [2],
+    "attn_scale": [0.7],
     "no_rope_layers": [[0, 1, 1, 0]],
     "no_rope_layer_interval": [2],
     "swiglu_alpha": [1.2],
     "swiglu_limit": [0.5],
-    "use_qk_norm": [True],
+    "use_qk_norm": [True, False],
     "tie_word_embeddings": [True, False],
     "rope_parameters": ROPES,
     "rope_scaling": [{key: x for key, x in rope.items() if key != "rope_theta"} for rope in ROPES],
@@ -229,7 +241,7 @@ NESTED = ("text_config", "vision_config")
 
 def known_fields(family: str) -> set[str]:
     """Returns the fields of transformers' configuration class and of its text part, and the older names that it translates."""
-    kind = CONFIG_MAPPING[family]
+    kind = CONFIG_MAPPING[INSIDE.get(family, family)]  # of a multimodal model, the part that is trained
     own = {field.name for kind in (kind, kind.sub_configs.get("text_config", kind)) for field in fields(kind)}
     general = {field.name for field in fields(kind.__mro__[1])} - {"tie_word_embeddings"}
     older = {"rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "quantization_config"}
@@ -242,16 +254,15 @@ def cases(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields a label of the change (family, number of the base, field, value) and the config with the change."""
     for number, base in enumerate(BASES[family]):
         base = {**deepcopy(base), "architectures": [ARCHITECTURES[family]]}
-        extra = (
-            {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"} if family == "gemma3_text" else set()
-        )
+        of_gemma = {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"}
+        extra = of_gemma if family.startswith("gemma3") else set()
         for name in sorted(known_fields(family) | extra):
             for value in deepcopy(VALUES[name]):  # transformers writes into some
                 inside = "text_config" in base and name not in {f.name for f in fields(CONFIG_MAPPING[family])}
                 text = deepcopy(base["text_config"] if inside else base)
                 if isinstance(value, list) and name == "layer_types":
                     value = value[: text["num_hidden_layers"]]
-                if name == "rope_parameters" and family == "gemma3_text" and "mystery" not in value:
+                if name == "rope_parameters" and family.startswith("gemma3") and "mystery" not in value:
                     value = {"full_attention": value, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
                 if "mrope_section" in (text.get("rope_parameters") or {}):
                     value = (

@@ -38,6 +38,7 @@ from .config_fields import (
 IGNORED = {
     *(f"{family} original_max_position_embeddings" for family in BASES),  # with a rotation that is not stretched
     "gemma3_text rope_scaling",
+    "gemma3 rope_scaling",
     "qwen3_moe max_window_layers",
     "qwen3_vl num_local_experts",
     "gpt_oss rope_theta",  # beside rope_parameters, which has its own
@@ -150,8 +151,8 @@ def test_windows_that_a_config_leaves_out_are_transformers() -> None:
     "change, complaint",
     [
         (
-            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
-            "does not support Gemma3ForConditionalGeneration with images",
+            {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"},
+            "does not know the architecture Gemma3nForConditionalGeneration",
         ),
         ({"architectures": ["Gemma3ForCausalLM"], "vision_config": {}}, "does not support Gemma3ForCausalLM with images"),
         ({"architectures": ["Qwen3ForConditionalGeneration"]}, "trains Qwen3ForCausalLM"),

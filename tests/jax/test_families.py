@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.families import FAMILIES
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params, adapter_targets, layer_leaves
-from areal_x_jax.weights import from_tensors, to_tensors
-from tests.model_families import CASES, FAMILY_MODELS, HYBRIDS
+from areal_x_jax.weights import from_tensors, tensors_beside, to_tensors
+from tests.model_families import CASES, FAMILY_MODELS, HYBRIDS, MULTIMODAL_MODELS
 from tests.models import log_softmax, reference_model, sequences, torch_logits, trajectories, write_config
 from tests.thorough import further
 
@@ -40,6 +41,7 @@ FORMER = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma
 NEWER = [name for name in CASES if name.rpartition("-")[0] not in FORMER]
 # Of parts that others have.
 COMPOSED = {"deepseek_v2", "glm4_moe_lite", "dots1", "solar_open", "youtu", "ernie4_5_moe"}
+COMPOSED |= MULTIMODAL_MODELS.keys() - {"gemma3"}
 FIRST = [name for name in NEWER if name.endswith("-0") and name.rpartition("-")[0] not in COMPOSED]
 GRADIENTS = ["gpt_oss-0", "cohere2-0", "deepseek_v3-0", "qwen3_next-0"]
 SAMPLED = ["gpt_oss-0", "deepseek_v3-0", "qwen3_5_text-0"]
@@ -74,14 +76,16 @@ def test_packed_rows_are_each_sequence_alone_in_transformers_and_files_go_round_
     directory, rows = directory_of(name), sequences(19, 1, 11)
     arch = read_architecture(read_config(directory))
     theirs = torch_logits(directory, rows)
+    atol = 5e-4 if name in HYBRIDS else 1e-4  # a chain of corrections to a state rounds more than attention does
     for ours, logits in zip(packed_logprobs(arch, directory, rows), theirs, strict=True):
-        np.testing.assert_allclose(ours, log_softmax(logits), rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(ours, log_softmax(logits), rtol=1e-5, atol=atol)
     read = dict(read_tensors(directory))
     params = from_tensors(arch, read.items(), str(directory))
-    write_model(tmp_path / "written", directory, to_tensors(arch, params))
-    written = dict(read_tensors(tmp_path / "written"))
-    assert written.keys() == read.keys()
-    assert all(np.array_equal(written[tensor], x) for tensor, x in read.items())
+    written = chain(to_tensors(arch, params), tensors_beside(arch, directory))
+    write_model(tmp_path / "written", directory, written)
+    again = dict(read_tensors(tmp_path / "written"))
+    assert again.keys() == read.keys()
+    assert all(np.array_equal(again[tensor], x) for tensor, x in read.items())
 
 
 def torch_gradients(directory: Path, tokens: np.ndarray, place: Path) -> dict[str, np.ndarray]:
@@ -118,7 +122,8 @@ def test_gradients_are_those_of_transformers(name: str, directory_of: Directorie
 
     ours = dict(to_tensors(arch, jax.grad(loss)(params, jnp.asarray(tokens[None]))))
     theirs = torch_gradients(directory, tokens, tmp_path)
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys() - dict(tensors_beside(arch, directory)).keys()
+    theirs = {tensor: theirs[tensor] for tensor in ours}
     # That of a bias of keys is 0 but for rounding in layers without rotation: it adds the same to all scores.
     least = 1e-3 * max(np.abs(x).max() for x in theirs.values())
     far = {tensor: float(np.abs(ours[tensor] - x).max() / max(np.abs(x).max(), least)) for tensor, x in theirs.items()}

@@ -268,7 +268,7 @@ def test_the_rotation_is_that_of_transformers(family: str, made_of: Callable[[st
     positions = np.random.default_rng(0).integers(0, 200, (3, 2, 9)).astype(np.int32)
     ours = multimodal_rotation(jnp.asarray(positions), made.arch.ropes[0], made.tower, 16)
     theirs = made.reference.model.language_model.rotary_emb(torch.zeros(1), torch.tensor(positions))
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours[:2], theirs, strict=True):
         np.testing.assert_allclose(np.tile(a[:, :, 0], 2), b.numpy(), atol=1e-4, rtol=0)  # they repeat it for both halves
 
 

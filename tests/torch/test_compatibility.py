@@ -14,13 +14,16 @@ from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x_torch import attention, compatibility, dummy_model, kv_cache, loading, model, rope
+from areal_x_torch.images import check_sharing
+from areal_x_torch.masks import Visible
 from tests.families import compared, random_model, tiny
-from tests.model_families import FAMILY_MODELS
+from tests.model_families import CASES, FAMILY_MODELS
 from tests.models import SIZES, trajectories, write_config
 from tests.thorough import further
 
 # With windows by the mask alone (the first two), by layer or everywhere, latent keys, mixtures, blocks in parallel.
 TAKEN = [
+    "llama4_text",  # chunks, and a factor that grows with the position
     "qwen2_moe",
     "phimoe",
     "exaone4",
@@ -35,7 +38,6 @@ TAKEN = [
 ]
 REFUSED = {
     "doge": "does not train",  # computes its own mask
-    "llama4_text": "chunks of",
     "deepseek_v32": "does not train",  # selects the tokens that it sees
     "granitemoehybrid": "mix the sequences",
     "bloom": "does not let others replace",
@@ -64,7 +66,7 @@ def ignored_masks(monkeypatch):
     """Attention that knows no more of windows than what it is told beside the mask."""
     monkeypatch.setattr(compatibility, "_passed", set())
     for module in (attention, kv_cache):
-        monkeypatch.setattr(module, "window_of", lambda layer, mask, sliding_window: sliding_window)
+        monkeypatch.setattr(module, "seen_of", lambda layer, mask, sliding_window: Visible(sliding_window))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])
@@ -110,8 +112,8 @@ def test_a_model_is_probed_once_in_a_process(tmp_path, monkeypatch):
 
 
 def test_check_refuses_what_construction_refuses(tmp_path):
-    random_model(tiny("llama4_text")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="sees chunks"):
+    random_model(tiny("deepseek_v32")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="choose among the keys that its mask shows"):
         areal_x_torch.check(TrainerConfig(model=ModelConfig(str(tmp_path))))
 
 
@@ -164,3 +166,16 @@ def test_the_length_of_one_kind_of_layers_counts():
     of_full = LONGROPE | {"original_max_position_embeddings": 32}
     config.rope_parameters = {"full_attention": of_full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     assert rope.stable_length(config) == (32, "longrope")
+
+
+def test_a_prompt_is_not_shared_by_sequences_that_are_cut_into_chunks(tmp_path):
+    config = AutoConfig.for_model("llama4_text", num_hidden_layers=4)
+    check_sharing(False, tmp_path, config)
+    with pytest.raises(ConfigError, match="chunks of a sequence are not counted from a prompt on"):
+        check_sharing(True, tmp_path, config)
+
+
+def test_a_multimodal_llama_4_is_no_critic_and_says_so(tmp_path):
+    write_config(CASES["llama4-0"], tmp_path)
+    with pytest.raises(UserError, match=r"is a llama4, .*use train\.backend = 'jax'"):
+        loading.build(tmp_path, "value")

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import areal_x_torch
 from areal_x.algorithms import losses
@@ -21,12 +21,37 @@ from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, Train
 from areal_x_torch import loading, model
 from areal_x_torch.attention import Segments, sdpa
 from areal_x_torch.flat_rows import flatten_rows
+from areal_x_torch.images import sees
 from tests.model_families import CASES, HYBRIDS
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config
 from tests.thorough import further
 
 LENGTHS = (23, 9, 17, 9, 2, 30)  # most are longer than the windows
 CPU = torch.device("cpu")
+BESIDE = (
+    "model.vision_tower.",
+    "model.embed_vision.",
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+)  # the language model of a multimodal one
+GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
+GEMMA4 |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "bos_token_id": 1, "eos_token_id": 1}
+OF_LAYERS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
+SHARED = OF_LAYERS | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+MIXED = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+GEMMA4_TOWER |= {"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64}
+GEMMA4S = {
+    "gemma4": GEMMA4 | SHARED | MIXED | KEYS_AS_VALUES,
+    "gemma4-dense": GEMMA4 | KEYS_AS_VALUES | {"tie_word_embeddings": False},
+    "gemma4-layers": GEMMA4 | OF_LAYERS,
+    "gemma4-shared": GEMMA4 | SHARED,
+    "gemma4-mixture": GEMMA4 | MIXED,
+    "gemma4-beside": {"model_type": "gemma4", "text_config": GEMMA4 | SHARED, "vision_config": GEMMA4_TOWER},
+}
 FAMILIES = (
     MODELS
     | MORE
@@ -46,13 +71,13 @@ FAMILIES = (
 # The first shape of each family that JAX trains too, and all with gated delta rule layers.
 SHAPES = {name: config for name, config in CASES.items() if name.endswith("-0") or name in HYBRIDS}
 FIRST = ("gpt_oss-0", "granite-0", "qwen3_next-0", "qwen3_5_text-1")
-TRAINED = [*FAMILIES, *FIRST, *further(*(x for x in SHAPES if x not in FIRST))]
+TRAINED = [*FAMILIES, *FIRST, "gemma4", *further(*(x for x in {**SHAPES, **GEMMA4S} if x not in (*FIRST, "gemma4")))]
 MIXTURES = ["qwen2-moe", "qwen3-moe", "qwen3-moe-tied", *further("qwen3_next-1")]
 
 
 @pytest.fixture(scope="module")
 def family_dir(tmp_path_factory):
-    return cache(lambda name: write_config((FAMILIES | SHAPES)[name], tmp_path_factory.mktemp(name), seed=len(name)))
+    return cache(lambda name: write_config((FAMILIES | SHAPES | GEMMA4S)[name], tmp_path_factory.mktemp(name), seed=len(name)))
 
 
 def trainer_of(directory, **changes):
@@ -68,9 +93,13 @@ def learnable(row_length=40):
     return batch.replace(proximal_logp=batch.behavior_logp, advantages=advantages, weights=weights)
 
 
+def kind_of(directory):
+    return AutoModelForImageTextToText if "vision_config" in model_dir.read_config(directory) else AutoModelForCausalLM
+
+
 def plain(directory):
     """transformers' own model. Its SDPA leaves out what caps scores: the formula does not."""
-    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    loaded = kind_of(directory).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     loaded.get_input_embeddings().padding_idx = None  # it is a token like any other here
     return loaded
 
@@ -107,7 +136,7 @@ def chosen(logits, sequences):
 
 
 def gradients(of):
-    return {name: p.grad for name, p in of.named_parameters()}
+    return {name: p.grad for name, p in of.named_parameters() if p.grad is not None}
 
 
 def tolerance(name):
@@ -154,11 +183,20 @@ def test_what_is_saved_after_a_step_says_the_same_in_transformers(family_dir, tm
     trainer.save(tmp_path)
     names = [{n for n, _ in model_dir.read_tensors(directory)} for directory in (tmp_path, family_dir(name))]
     assert names[0] == names[1] == {n for n, _ in trainer.weights()}
-    learnt = {n for n in names[0] if not n.endswith(".e_score_correction_bias")}  # which no gradient trains
+    # Which no gradient trains.
+    learnt = {n for n in names[0] if not n.endswith((".e_score_correction_bias", ".layer_scalar"))}
+    if model.has_vision(trainer.model) and not sees(
+        trainer.model.config
+    ):  # what stands beside the language model stays as it is
+        beside = {n for n in names[0] if n.startswith(BESIDE)}
+        learnt -= beside
+        first, last = (dict(model_dir.read_tensors(x, beside)) for x in (family_dir(name), tmp_path))
+        assert beside
+        assert all(np.array_equal(first[n], last[n]) for n in beside)
     assert {n for n, _ in model_dir.read_moments(tmp_path)} == {
         which + n for n in learnt for which in ("exp_avg.", "exp_avg_sq.")
     }
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    _, info = kind_of(tmp_path).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     said = trainer.logprobs(batch)
     assert np.abs(said - before).max() > 1e-3  # it has learnt

@@ -64,6 +64,18 @@ def test_a_prompt_that_several_have_is_read_once_in_a_lane(sampler: Sampler, mon
     assert sorted(read) == [19, 32]
 
 
+CHUNKED = {"head_dim": 8, "attention_chunk_size": 6, "floor_scale": 4, "num_local_experts": 2, "intermediate_size_mlp": 48}
+CHUNKED |= {"no_rope_layer_interval": 2, "attn_scale": 0.5}
+SHARED_KEYS = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+SHARED_KEYS |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+SHARED_KEYS |= {"vocab_size_per_layer_input": 40}
+
+
 @pytest.mark.parametrize(
     "kind, changes",
     [
@@ -74,6 +86,8 @@ def test_a_prompt_that_several_have_is_read_once_in_a_lane(sampler: Sampler, mon
         ("qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
         ("gemma", {"head_dim": 8}),
         ("olmo2", {}),
+        ("llama4_text", CHUNKED),  # and factors of queries that grow with their positions
+        ("gemma4_text", SHARED_KEYS),
         ("qwen3_5_text", HYBRID),
         ("qwen3_next", HYBRID | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     ],
@@ -85,7 +99,7 @@ def test_it_samples_any_model_whose_attention_goes_through_transformers_interfac
     torch.manual_seed(0)
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
     more = {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small, **more, **changes)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small | more | changes)).save_pretrained(tmp_path)
     trainer = trainer_of(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that it decodes without a graph

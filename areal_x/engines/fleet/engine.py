@@ -41,7 +41,7 @@ from areal_x.engines.fleet.stager import Stager
 from areal_x.engines.fleet.supervisor import Supervisor
 from areal_x.engines.fleet.widths import check_model
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf.model_dir import read_config, text_config, vocabulary_of
+from areal_x.hf.config_defaults import described_text, vocabulary_of
 from areal_x.protocols.engine import (
     Completion,
     Engine,
@@ -154,7 +154,7 @@ class FleetEngine(Engine, Generic[C]):
         """Raises: ConfigError if the servers that it starts could not divide the model."""
         config = self.config
         if config.divides:
-            described = text_config(read_config(self.model))
+            described = described_text(self.model)
             check_model(config.kind, config.binding, config.widths, described)
 
     # ---- what each program's dialect adds
@@ -415,7 +415,7 @@ class FleetEngine(Engine, Generic[C]):
 def model_context(model: Path, binding: str) -> int:
     """Returns the longest sequence that the model supports. binding: the engine's settings. Raises:
     ConfigError if config.json does not tell."""
-    longest = text_config(read_config(model)).get("max_position_embeddings")
+    longest = described_text(model).get("max_position_embeddings")
     if longest is None:
         raise ConfigError(
             f"{binding}.context",

@@ -40,7 +40,7 @@ from areal_x.engines.sglang.responses import (
 from areal_x.engines.sglang.truncation import WHOLE_SHARE, combines
 from areal_x.engines.sglang.weights import check_covers
 from areal_x.errors import TaskError, UserError
-from areal_x.hf.model_dir import vocabulary_of
+from areal_x.hf.config_defaults import vocabulary_of
 from areal_x.protocols.engine import Completion, SamplingParams
 
 KIND = "SGLang"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_x.errors import UserError
-from areal_x.hf.model_dir import vocabulary_of
+from areal_x.hf.config_defaults import vocabulary_of
 
 
 def explained(model: Path, server: str, endpoint: str, status: int, words: str) -> UserError | None:

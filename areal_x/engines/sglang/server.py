@@ -11,7 +11,7 @@ from areal_x.engines.fleet import server as servers
 from areal_x.engines.sglang import launcher
 from areal_x.engines.sglang.client import KIND, MARGIN, SGLangClient
 from areal_x.engines.sglang.installed import installed, interpreter
-from areal_x.hf.model_dir import read_config, text_config, vocabulary_of
+from areal_x.hf.config_defaults import described_text, vocabulary_of
 
 CACHE_BYTES = 1 << 30  # of a server on a CPU, whose default would be most of the machine's memory
 # adapters that one batch may use, and that are kept before one is read again from its folder
@@ -96,7 +96,7 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
 
 def server_context(launch: Launch) -> int:
     """Returns the context of the server, which may not be longer than the model's."""
-    longest = text_config(read_config(launch.model)).get("max_position_embeddings")
+    longest = described_text(launch.model).get("max_position_embeddings")
     wanted = launch.context + MARGIN
     return min(wanted, max(int(longest), launch.context)) if longest else wanted
 
@@ -104,7 +104,7 @@ def server_context(launch: Launch) -> int:
 def cache_tokens(launch: Launch) -> int:
     """Returns the tokens in the KV cache of a server on a CPU: as many as all requests may have, or
     as fit into CACHE_BYTES, and at least one request's."""
-    config = text_config(read_config(launch.model))
+    config = described_text(launch.model)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     of_token = 2 * 4 * config["num_hidden_layers"] * head_dim

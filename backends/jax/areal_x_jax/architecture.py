@@ -53,6 +53,12 @@ class Experts:
     shared_gate: bool = True
     """True if the shared expert's output is multiplied by a gate of its own."""
 
+    joined: bool = False
+    """True if all experts' gates and ups are one parameter, all gates before all ups."""
+
+    weighs_inputs: bool = False
+    """True if the weights multiply what experts read and not what they return."""
+
 
 @dataclass(frozen=True)
 class Adapters:
@@ -87,7 +93,8 @@ class Architecture:
     """For each layer the index of its rotation."""
 
     windows: tuple[int, ...]
-    """For each layer the number of tokens that a token sees, itself included; 0 is all."""
+    """For each layer the number of tokens that a token sees, itself included; 0 is all. See
+    `chunked`."""
 
     scale: float
     """Factor of queries."""
@@ -174,6 +181,24 @@ class Architecture:
     vision: VisionArchitecture | None = None
     """The vision tower of a vision-language model."""
 
+    module: str = ""
+    """`Family.module`: where the language model is in a multimodal checkpoint whose other parts are
+    kept as they are."""
+
+    memory: str = ""
+    """`Family.memory`."""
+
+    chunked: bool = False
+    """True if sequences are cut into chunks of the length of a layer's window, and a token sees
+    those before it in its own chunk."""
+
+    unit_qk: bool = False
+    """True if the queries and keys of each head are divided by their RMS in layers that rotate."""
+
+    temperature: tuple[float, float] | None = None
+    """Slope a and length n of a factor of queries in layers that do not rotate, 1 + a · log(1 +
+    ⌊(position + 1) / n⌋); None for none. Source: arXiv 2501.19399."""
+
     context: int = 0
     """Longest sequence that the model was made for, in tokens; 0 if unknown."""
 
@@ -226,6 +251,7 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = text.num_key_value_heads or heads
     activation = text.hidden_activation if gemma else text.hidden_act
+    inputs = family.router == "inputs"
     windows, ropes = windows_of(described, config), ropes_of(described)
     turned = int(head_dim * ropes[0].part)
 
@@ -238,6 +264,9 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
             "bidirectional attention": bool(getattr(text, "use_bidirectional_attention", False)),
             f"attn_logit_softcapping = {getattr(text, 'attn_logit_softcapping', None)}, which transformers leaves out": (
                 gemma and bool(text.attn_logit_softcapping)
+            ),
+            "final_logit_softcapping in a multimodal model, which transformers leaves out": bool(
+                gemma and family.module and text.final_logit_softcapping
             ),
             f"heads of {head_dim} features, of which {turned} are rotated in pairs": turned % 2 > 0,
             f"the activation {activation!r} where this family clamps another": (
@@ -267,14 +296,19 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=getattr(text, "intermediate_size", 0),  # none without dense layers
+        # none without dense layers
+        intermediate=(
+            text.intermediate_size_mlp if inputs else getattr(text, "intermediate_size", 0)
+        ),
         eps=text.layer_norm_eps if family.centred else text.rms_norm_eps,
         ropes=ropes,
         layer_ropes=rope_indices(described, windows),
         windows=windows,
         scale=own("attention_multiplier", scale),
         biases=frozenset([*asked, *family.always]),
-        qk_norm=family.qk_norm or ("use_qk_norm" in family.reads and text.use_qk_norm),
+        qk_norm=(
+            family.qk_norm or ("use_qk_norm" in family.reads and not inputs and text.use_qk_norm)
+        ),
         tied=bool(described.whole.tie_word_embeddings),
         scores=head != "policy",
         activation=ACTIVATIONS[activation],
@@ -302,6 +336,15 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         delta=delta_rule_of(described),
         gated=family.delta,
         vision=vision,
+        module=family.module,
+        memory=family.memory,
+        chunked=family.chunked,
+        unit_qk=inputs and bool(text.use_qk_norm),
+        temperature=(
+            (float(text.attn_scale), float(text.floor_scale))
+            if inputs and text.attn_temperature_tuning
+            else None
+        ),
         context=context_of(text.max_position_embeddings, ropes[0]),
     )
 
@@ -321,29 +364,26 @@ def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int,
     Raises: UserError for windows that the family does not have.
     """
     text, rule = described.text, described.family.windows
+    field = "attention_chunk_size" if described.family.chunked else "sliding_window"
+    near = "chunked_attention" if described.family.chunked else "sliding_attention"
     layers, width, kinds = (
         text.num_hidden_layers,
-        getattr(text, "sliding_window", None),
+        getattr(text, field, None),
         getattr(text, "layer_types", None),
     )
     if text.model_type == "ministral":
         rule = "layer_types"
-    known = {
-        "full_attention",
-        "linear_attention" if described.family.delta else "sliding_attention",
-    }
+    known = {"full_attention", "linear_attention" if described.family.delta else near}
     unknown = ", ".join(sorted(set(kinds or ()) - known))
     refuse_features({f"layers of the kind {unknown}": bool(unknown)})
-    listed = [kind == "sliding_attention" for kind in kinds or ()]
+    listed = [kind == near for kind in kinds or ()]
     every = {"layer_types": listed, "all": [width is not None] * layers, "none": [False] * layers}
     sliding = every[rule][:layers]
     written = text_config(config)
     pattern = written.get("_sliding_window_pattern", 6)
     refuse_features(
         {
-            f"sliding_window = {width} in layers with a window": (
-                any(sliding) and not (width or 0) > 0
-            ),
+            f"{field} = {width} in layers with a window": (any(sliding) and not (width or 0) > 0),
             "layers with a window beside use_sliding_window = False": (
                 any(sliding) and not getattr(text, "use_sliding_window", True)
             ),
@@ -352,6 +392,9 @@ def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int,
             ),
             f"sliding_window = {width}, which transformers leaves out in this family": (
                 rule == "none" and bool(width) and bool(getattr(text, "use_sliding_window", True))
+            ),
+            "sliding_window beside attention in chunks": (
+                described.family.chunked and bool(getattr(text, "sliding_window", None))
             ),
             f"_sliding_window_pattern = {pattern} (sliding_window_pattern is read)": (
                 described.family.gemma
@@ -396,8 +439,13 @@ def experts_of(described: ParsedConfig) -> Experts | None:
 def routed_experts(described: ParsedConfig, written: Mapping[str, Any]) -> Experts | None:
     """The same for families with a rule of their own (areal_x_jax.routers). written: config.json."""
     text, ernie = described.text, described.family.router == "statics"
-    count = text.moe_num_experts if ernie else text.n_routed_experts
-    shared = text.moe_num_shared_experts if ernie else text.n_shared_experts
+    inputs = described.family.router == "inputs"
+    if inputs:
+        count, shared, width = text.num_local_experts, 1, text.intermediate_size
+    else:
+        count = text.moe_num_experts if ernie else text.n_routed_experts
+        shared = text.moe_num_shared_experts if ernie else text.n_shared_experts
+        width = text.moe_intermediate_size
     per_token, dense = text.num_experts_per_tok, dense_layers(described, written)
     if len(dense) == text.num_hidden_layers:
         return None
@@ -410,12 +458,14 @@ def routed_experts(described: ParsedConfig, written: Mapping[str, Any]) -> Exper
     return Experts(
         count=count,
         per_token=per_token,
-        intermediate=text.moe_intermediate_size,
-        normalised=ernie or bool(text.norm_topk_prob),
-        shared=shared * text.moe_intermediate_size,
+        intermediate=width,
+        normalised=ernie or (not inputs and bool(text.norm_topk_prob)),
+        shared=shared * width,
         dense=dense,
         router=router_of(described, written, count),
         shared_gate=False,
+        joined=inputs,
+        weighs_inputs=inputs,
     )
 
 
@@ -449,6 +499,8 @@ def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:
         if arch.vision is not None
         else ""
     )
+    if arch.chunked:
+        has = "has attention in chunks, which JAX does not compute over shared tokens"
     if arch.delta is not None:
         has = (
             "has gated delta rule layers, whose states JAX does not continue from those of shared"

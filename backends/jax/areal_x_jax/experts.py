@@ -50,7 +50,7 @@ def route(
     rule = experts.router
     logits = routers.logits_of(rule, router, x, bias)
     scores = routers.SCORES[rule.score](logits.astype(jnp.float32))
-    own, chosen = routers.choose(rule, scores, correction, experts.per_token)
+    own, chosen = routers.choose(rule, logits, scores, correction, experts.per_token)
     if recorded is not None:
         chosen = jnp.where(recorded >= 0, recorded, chosen)
         own = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -65,17 +65,19 @@ def mixture(
     activation: Activation,
     partitioner: Partitioner,
     clamp: tuple[float, float] | None = None,
+    weighs_inputs: bool = False,
 ) -> Float[Array, "rows length hidden"]:
     """Returns the weighted sum of the chosen experts' outputs. layer: experts_gate, experts_up
-    [experts, hidden, intermediate] and experts_down; with `clamp` (see `Experts`) experts_gate_up,
-    whose gates and ups alternate, and experts_down, both with biases. Each expert's adapters, if the
-    layer has them, are those of gate and up together, and of down."""
+    [experts, hidden, intermediate] and experts_down; or experts_gate_up in place of the first two.
+    With `clamp` (see `Experts`) gates and ups alternate there, and both have biases. Each expert's
+    adapters, if the layer has them, are those of gate and up together, and of down.
+    weighs_inputs: see `Experts`."""
     own = {
         name.removeprefix("experts_"): value
         for name, value in layer.items()
         if name.startswith("experts_")
     }
-    compute = partial(grouped, activation, clamp)
+    compute = partial(grouped, activation, clamp, weighs_inputs)
     if partitioner.size("expert") == 1:
         return compute(x, routing.chosen, routing.weights, own, 0)
 
@@ -98,6 +100,7 @@ def mixture(
 def grouped(
     activation: Activation,
     clamp: tuple[float, float] | None,
+    weighs_inputs: bool,
     x: Array,
     chosen: Array,
     weights: Array,
@@ -126,20 +129,23 @@ def grouped(
         small = jax.lax.ragged_dot(x, own[f"{name}_lora_a"], sizes)
         return jax.lax.ragged_dot(small, own[f"{name}_lora_b"], sizes)
 
-    sorted_tokens = tokens[order // per_token]
-    if clamp is None:
+    sorted_tokens, factors = tokens[order // per_token], weights.reshape(-1)[order][:, None]
+    if weighs_inputs:
+        sorted_tokens = sorted_tokens * factors
+    if clamp is not None:
+        inner = clamped(product(sorted_tokens, "gate_up"), *clamp)
+    elif "gate_up" in own:
+        gate, up = jnp.split(product(sorted_tokens, "gate_up"), 2, axis=-1)
+        inner = activation(gate) * up
+    else:
         gate, up = product(sorted_tokens, "gate"), product(sorted_tokens, "up")
         if "gate_up_lora_a" in own:
             of_gate, of_up = jnp.split(adapted(sorted_tokens, "gate_up"), 2, axis=-1)
             gate, up = gate + of_gate, up + of_up
         inner = activation(gate) * up
-    else:
-        inner = clamped(product(sorted_tokens, "gate_up"), *clamp)
     outputs = product(inner, "down")
-    outputs = (
-        jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], outputs, 0)
-        * weights.reshape(-1)[order][:, None]
-    )
+    outputs = jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], outputs, 0)
+    outputs = outputs if weighs_inputs else outputs * factors
     # In the order of tokens, so that the sum does not depend on the routing.
     back = outputs[jnp.argsort(order)]
     return back.reshape(len(tokens), per_token, -1).sum(1).reshape(x.shape)

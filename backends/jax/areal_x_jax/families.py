@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_x.errors import UserError
@@ -53,14 +53,27 @@ class Family:
     """True if every token also goes through a shared expert."""
 
     router: str = ""
-    """The rule of a mixture's routers if it is not the plain one: "greedy", "noaux_tc" or "statics"
-    (areal_x_jax.routers)."""
+    """The rule of a mixture's routers if it is not the plain one: "greedy", "noaux_tc", "statics" or
+    "inputs" (areal_x_jax.routers)."""
 
     latent: bool = False
     """True for multi-head latent attention (areal_x_jax.latent_attention)."""
 
     has_vision: bool = False
     """True for vision-language models."""
+
+    module: str = ""
+    """Module of the language model in a multimodal checkpoint of which it alone is trained, on text:
+    the tensors of other parts are kept as they are. "" for all other models."""
+
+    memory: str = ""
+    """That module in memory, after which PEFT names adapters."""
+
+    text_type: str = ""
+    """model_type of that language model."""
+
+    chunked: bool = False
+    """True if layers with a window see the tokens of their own chunk of a sequence only."""
 
     wide_qk_norm: bool = False
     """True if all heads' queries are normalised together, and all keys."""
@@ -257,6 +270,30 @@ FAMILIES = {
         router="statics",
         names=(("router_correction", "mlp.moe_statics"),),
     ),
+    "Llama4ForCausalLM": Family(
+        "llama4_text",
+        ATTENTION_BIAS,
+        interleaved=True,
+        chunked=True,
+        unturned="listed",
+        sparse=True,
+        router="inputs",
+        reads=(
+            "attention_chunk_size",
+            "attn_temperature_tuning",
+            "no_rope_layers",
+            "use_qk_norm",
+        ),
+        names=(
+            *((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down")),
+            *(
+                (f"shared_{name}", f"feed_forward.shared_expert.{name}_proj")
+                for name in ("gate", "up", "down")
+            ),
+            ("router", "feed_forward.router"),
+            *((f"experts_{name}", "feed_forward.experts") for name in ("gate_up", "down")),
+        ),
+    ),
     "YoutuForCausalLM": Family(
         "youtu", {"attention_bias": (LATENTS, OUT)}, reads=OF_LATENTS, **LATENT
     ),
@@ -268,6 +305,22 @@ FAMILIES = {
         "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, has_vision=True
     ),
 }
+# The language model of most multimodal checkpoints, in files and in memory.
+ON_DISK, IN_MEMORY = "language_model.model", "model.language_model"
+# Multimodal checkpoints by the names of their language models: model_type, and the language model's
+# module in files and in memory.
+MULTIMODAL = {
+    "Gemma3": ("gemma3", ON_DISK, IN_MEMORY),
+    "Mistral": ("mistral3", ON_DISK, IN_MEMORY),
+    "Llama4": ("llama4", ON_DISK, ON_DISK),
+    "Qwen3_5": ("qwen3_5", IN_MEMORY, IN_MEMORY),
+    "Qwen3_5Moe": ("qwen3_5_moe", IN_MEMORY, IN_MEMORY),
+}
+for _stem, (_model_type, _module, _memory) in MULTIMODAL.items():
+    _text = FAMILIES[f"{_stem}{CAUSAL}"]
+    FAMILIES[f"{_stem}{'3' if _stem == 'Mistral' else ''}{CONDITIONAL}"] = replace(
+        _text, model_type=_model_type, module=_module, memory=_memory, text_type=_text.model_type
+    )
 # Fields of other families that change what a model computes, with the values that change nothing.
 # transformers ignores them in the families above; other programs may not.
 FOREIGN: dict[str, tuple[Any, ...]] = {
@@ -328,35 +381,35 @@ def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
         {f"{name} = {value!r}": value not in foreign[name] for name, value in given.items()}
     )
     whole = parse_with_transformers(config, family)
-    return ParsedConfig(family, whole, whole.get_text_config())
+    text = whole.get_text_config()
+    refuse_features({f"a {text.model_type} inside": family.text_type not in ("", text.model_type)})
+    return ParsedConfig(family, whole, text)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     given = (config.get("architectures") or ["none"])[0]
+    model_type = config.get("model_type")
+    wanted = stem(re.sub("TextFor(?=Sequence)", "For", given))
+    known = [name for name in FAMILIES if stem(name) == wanted]
+    # A text model and a multimodal one of the same language model have names of the same stem.
     name = next(
-        (
-            known
-            for known in FAMILIES
-            if stem(known) == stem(re.sub("TextFor(?=Sequence)", "For", given))
-        ),
-        None,
+        (name for name in known if FAMILIES[name].model_type == model_type),
+        known[0] if known else None,
     )
     if name is None:
         raise UserError(
             f"the JAX backend does not know the architecture {given}{with_parts(config)}; it knows"
-            f" {', '.join(FAMILIES)} (the torch backend trains most causal language models of"
-            " transformers)"
+            f" {', '.join(family.model_type for family in FAMILIES.values())} (the torch backend"
+            " trains most causal language models of transformers)"
         )
-    family, kinds = (
-        FAMILIES[name],
-        (CONDITIONAL if FAMILIES[name].has_vision else CAUSAL, CLASSIFIER),
-    )
-    if not given.endswith(kinds) or ("vision_config" in config and not family.has_vision):
+    family = FAMILIES[name]
+    multimodal = family.has_vision or bool(family.module)
+    kinds = (CONDITIONAL if multimodal else CAUSAL, CLASSIFIER)
+    if not given.endswith(kinds) or ("vision_config" in config and not multimodal):
         raise UserError(
             f"the JAX backend does not support {given} with images; of this family it trains {name}: "
             "save the language model alone under that name, or train another model"
         )
-    model_type = config.get("model_type")
     if model_type != family.model_type:
         raise UserError(
             f"config.json has model_type = {model_type!r}, but the architecture {given} needs"

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax.dense_attention import HIDDEN, softcapped
+from areal_x_jax.dense_attention import HIDDEN, is_statically_zero, softcapped
 
 Parts: TypeAlias = tuple[Array, ...]
 Layer: TypeAlias = tuple[Parts, Parts]  # keys and values
@@ -227,7 +227,7 @@ def attend_chunk(
     start: Int[Array, ""],
     past: Int[Array, ""],
     continues: Bool[Array, " tokens"],
-    window: int = 0,
+    window: int | Int[Array, " tokens"] = 0,
     softcap: float = 0.0,
     sinks: Float[Array, "kv group"] | None = None,
 ) -> Array:
@@ -236,10 +236,13 @@ def attend_chunk(
     Over the chunk itself and, for the piece that continues a sequence of an earlier chunk, over the
     `past` columns before `start` in its slot. before[i, j]: how many tokens token j is before token
     i, negative if it is later or in another sequence. continues: tokens of that piece. window:
-    tokens that a token sees, itself included; 0 is all.
+    tokens that a token sees, itself included, of all alike or of each; 0 is all.
     """
     keys, values = fresh
-    together = (before >= 0) & (before < window) if window else before >= 0
+    together, reach = before >= 0, None
+    if not is_statically_zero(window):
+        reach = jnp.asarray(window).reshape(-1, 1)
+        together &= before < reach
     scores = softcapped(product("tgrd,ugd->tgru", query, keys), softcap)
     scores = jnp.where(together[:, None, None], scores, HIDDEN)
     so_far = merge(
@@ -255,8 +258,8 @@ def attend_chunk(
         total = keys.shape[-1]
         age = (start - 1 - jnp.arange(total)) % total
         seen = continues[:, None] & (age < past)
-        if window:
-            seen &= before[:, :1] + 1 + age < window  # the piece's first token is the chunk's
+        if reach is not None:
+            seen &= before[:, :1] + 1 + age < reach  # the piece's first token is the chunk's
         scores = softcapped(product("tgrd,gdc->tgrc", query, keys), softcap)
         scores = jnp.where(seen[:, None, None], scores, HIDDEN)
         return merge(so_far, scores, lambda w: product("tgrc,gcd->tgrd", w, values))

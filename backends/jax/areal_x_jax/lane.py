@@ -133,9 +133,16 @@ def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) 
         if i == arch.layers - 1:
             break  # nothing reads the last layer's output for a prompt
         place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
-        near = arch.windows[i], arch.attention_softcap, sinks_of(arch, layer)
+        window = near(arch, arch.windows[i], chunk.positions)
         attended = kv_cache.attend_chunk(
-            scaled(arch, query), (key, value), before, cached, *place, *near
+            scaled(arch, query),
+            (key, value),
+            before,
+            cached,
+            *place,
+            window,
+            arch.attention_softcap,
+            sinks_of(arch, layer),
         )
         attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
         x, _ = finish_layer(arch, layer, x, attended)
@@ -238,7 +245,8 @@ def forward(
     x, rotations = embed(arch, params, rows.token), position_rotations(arch, rows.length - 1)
     lengths = jnp.where(rows.live, rows.length, 1)
     reach = {
-        window: jnp.minimum(lengths, window) if window else lengths for window in set(arch.windows)
+        window: jnp.minimum(lengths, near(arch, window, lengths - 1)) if window else lengths
+        for window in set(arch.windows)
     }
     seen = {
         window: kv_cache.visible(cache.kv, column, columns)
@@ -258,13 +266,22 @@ def forward(
         query, key, value, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
         cached = kv_cache.write_newest(next(kv), key, value, column)
         written.append(cached)
-        near = seen[arch.windows[i]], arch.attention_softcap, sinks_of(arch, layer)
-        attended = kv_cache.attend(scaled(arch, query), cached, *near)
+        softcap, sinks = arch.attention_softcap, sinks_of(arch, layer)
+        attended = kv_cache.attend(
+            scaled(arch, query), cached, seen[arch.windows[i]], softcap, sinks
+        )
         attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
         x, _ = finish_layer(arch, layer, x, attended)
     x = head_input(arch, params, x)
     logits = kv_cache.product("rh,hv->rv", x, head_kernel(params))
     return SlotCache(tuple(written), tuple(states)), softcapped(logits, arch.logit_softcap)
+
+
+def near(
+    arch: Architecture, window: int, positions: Int[Array, " tokens"]
+) -> int | Int[Array, " tokens"]:
+    """Returns the number of tokens that tokens at these positions see, themselves included."""
+    return positions % window + 1 if arch.chunked and window else window
 
 
 def sinks_of(arch: Architecture, layer: Params) -> Float[Array, "kv_heads group"] | None:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax import (
     attention,
@@ -38,9 +38,21 @@ from areal_x_jax.delta_rule import Inputs
 from areal_x_jax.dense_attention import AttentionMask, Tries
 from areal_x_jax.latent_attention import Latent
 from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
+from areal_x_jax.rope import Rope
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 
-Rotation: TypeAlias = tuple[Array, Array]
+
+class Rotation(NamedTuple):
+    """What the positions of tokens do to queries and keys: cosine and sine of angles [..., 1, rotated
+    / 2]; a factor of queries [..., 1, 1] (`Architecture.temperature`); and whether both are divided
+    by their RMS (`Architecture.unit_qk`), None where no layer has these."""
+
+    cos: Float[Array, "*_ 1 half"]
+    sin: Float[Array, "*_ 1 half"]
+    factor: Float[Array, "*_ 1 1"] | None = None
+    unit: Bool[Array, ""] | None = None
+
+
 # Name, for jax.checkpoint_policies.save_only_these_names, of the sum of a kernel's and its adapter's
 # products.
 PRODUCT = "product"
@@ -139,7 +151,9 @@ def hidden_states(
             position_rotations(arch, positions) if images is None else (images.rotation,)
         )
         tries = None if until is None else (until, positions)
-        attend = attention_of(arch, segment_ids, tries, implementation, partitioner, ends)
+        attend = attention_of(
+            arch, positions, segment_ids, tries, implementation, partitioner, ends
+        )
 
         def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
             weights, ((window, rope_index, depth), chosen) = of_layer
@@ -194,6 +208,7 @@ Attend: TypeAlias = Callable[
 
 def attention_of(
     arch: Architecture,
+    positions: Int[Array, "rows length"],
     segment_ids: Int[Array, "rows length"],
     tries: tuple[Array, Array] | None,
     implementation: str,
@@ -211,14 +226,28 @@ def attention_of(
     )
     (window, *others), devices = set(arch.windows), partitioner.size(*AXES)
     of_tries = None if tries is None else Tries(*tries, tries[1])
+    chunk = max(arch.windows) if arch.chunked else 0
+    cuts = 0 < chunk < segment_ids.shape[1]
+    chunk_ids = segment_ids
+    if arch.chunked:  # chunks are segments of their own
+        window, others = 0, []
+    if cuts:
+        chunk_ids, ends = ids_of_chunks(segment_ids, positions, chunk), None
     seen = AttentionMask(segment_ids, segment_ids, tries=of_tries, ends=ends)
+    within = AttentionMask(chunk_ids, chunk_ids)
     if devices == 1:
         seen = attention.prepare(seen, implementation)
+        within = attention.prepare(within, implementation) if cuts else within
 
     def attend_whole_rows(
         query: Array, key: Array, value: Array, of_layer: Array, sinks: Array | None
     ) -> Array:
         own = seen._replace(window=of_layer if others else window)
+        if cuts:
+            parts = ("queries", "keys", *(("bias",) if seen.bias is not None else ()))
+            own = own._replace(
+                **{x: jnp.where(of_layer > 0, getattr(within, x), getattr(own, x)) for x in parts}
+            )
         return attend(query, key, value, own, sinks=sinks)
 
     def part(
@@ -252,9 +281,24 @@ def attention_of(
 
     if on_mesh is None:
         return attend_whole_rows
-    return lambda query, key, value, window, sinks: on_mesh(
-        query, key, value, segment_ids, window, sinks, tries
-    )
+
+    def attend_on_mesh(
+        query: Array, key: Array, value: Array, of_layer: Array, sinks: Array | None
+    ) -> Array:
+        ids = jnp.where(of_layer > 0, chunk_ids, segment_ids) if cuts else segment_ids
+        attended: Array = on_mesh(query, key, value, ids, of_layer, sinks, tries)
+        return attended
+
+    return attend_on_mesh
+
+
+def ids_of_chunks(
+    segment_ids: Int[Array, "rows length"], positions: Int[Array, "rows length"], chunk: int
+) -> Int[Array, "rows length"]:
+    """Returns other segment ids, in the same order, that differ in each chunk of a segment."""
+    most = -(-segment_ids.shape[1] // chunk)
+    ids = segment_ids * most + jnp.minimum(positions // chunk, most - 1)
+    return jnp.where(segment_ids > 0, ids, 0)
 
 
 def embed(
@@ -317,7 +361,17 @@ def project_qkv(
     else:
         query, key = normalised(by_head(query), "q_norm"), normalised(by_head(key), "k_norm")
     query, key = (rope(x, rotation, arch.interleaved) for x in (query, key))
+    if rotation.unit is not None:
+        query, key = (jnp.where(rotation.unit, unit_rms(x, arch.eps), x) for x in (query, key))
+    if rotation.factor is not None:
+        query = (query * rotation.factor).astype(query.dtype)
     return query, key, by_head(value), gate
+
+
+def unit_rms(x: Float[Array, "... features"], eps: float) -> Float[Array, "... features"]:
+    """Divides by the RMS of the features, computed in fp32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 def gated(attended: Float[Array, "... features"], gate: Array | None) -> Array:
@@ -438,7 +492,8 @@ def finish_layer(
             shared = gated_mlp(layer, "shared_", y, activation)
             if "shared_router" in layer:
                 shared = jax.nn.sigmoid(y @ layer["shared_router"]) * shared
-        y = experts.mixture(layer, y, routing, activation, partitioner, arch.experts.clamp) + shared
+        rule = arch.experts.clamp, arch.experts.weighs_inputs
+        y = experts.mixture(layer, y, routing, activation, partitioner, *rule) + shared
     return add(x, y, "mlp_out_norm"), routing
 
 
@@ -502,18 +557,22 @@ def norm(
 
 
 def position_rotations(arch: Architecture, positions: Int[Array, ...]) -> tuple[Rotation, ...]:
-    """Returns, for each of the architecture's ropes, cosine and sine [..., 1, rotated / 2] of the
-    angles at each position."""
+    """Returns, for each of the architecture's ropes, what it does at each position."""
+    at = positions[..., None, None].astype(jnp.float32)
 
-    def rotation(frequencies: np.ndarray, scale: float) -> Rotation:
-        angle = positions[..., None, None].astype(jnp.float32) * frequencies
-        return (
-            (jnp.cos(angle), jnp.sin(angle))
-            if scale == 1
-            else (jnp.cos(angle) * scale, jnp.sin(angle) * scale)
-        )
+    def rotation(rope: Rope) -> Rotation:
+        angle = at * rope.frequencies(arch.rotary_dim)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        if rope.scale != 1:
+            cos, sin = cos * rope.scale, sin * rope.scale
+        factor, turns = None, rope.kind != "none"
+        if arch.temperature is not None:
+            slope, length = arch.temperature
+            factor = 1 + slope * jnp.log1p(jnp.floor((at + 1) / length))
+            factor = jnp.ones_like(factor) if turns else factor
+        return Rotation(cos, sin, factor, jnp.asarray(turns) if arch.unit_qk else None)
 
-    return tuple(rotation(rope.frequencies(arch.rotary_dim), rope.scale) for rope in arch.ropes)
+    return tuple(map(rotation, arch.ropes))
 
 
 def rope(
@@ -525,7 +584,7 @@ def rope(
     interleaved: neighbouring features are pairs. They are returned as halves: queries and keys in
     the same order have the same products in any.
     """
-    cos, sin = (part.astype(x.dtype) for part in rotation)
+    cos, sin = (part.astype(x.dtype) for part in rotation[:2])
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     if interleaved:
         first, second = turned[..., ::2], turned[..., 1::2]

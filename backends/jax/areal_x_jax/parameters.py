@@ -19,7 +19,7 @@ from areal_x.hf.adapters import PEFT_PREFIX, expert_module
 from areal_x.protocols.trainer_config import EXPERTS
 from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.delta_rule import DeltaRule
-from areal_x_jax.families import LATENTS, MLP, OUT, QKV
+from areal_x_jax.families import LATENTS, MLP, ON_DISK, OUT, QKV
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
@@ -214,16 +214,18 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
     if arch.experts is None:
         return plain
     mixture = {"router": Leaf("mlp.gate.weight", ("hidden", "experts"))}
-    if arch.experts.clamp:
+    if arch.experts.clamp or arch.experts.joined:
         of_experts = {
             "gate_up": ("hidden", "expert_gate_and_up"),
             "down": ("expert_intermediate", "hidden"),
         }
-        mixture["router_bias"] = Leaf("mlp.gate.bias", ("experts",))
         for name, axes in of_experts.items():
             module = f"mlp.experts.{name}_proj"
             mixture[f"experts_{name}"] = Leaf(module, ("experts", *axes))
-            mixture[f"experts_{name}_bias"] = Leaf(f"{module}_bias", ("experts", axes[1]))
+            if arch.experts.clamp:
+                mixture[f"experts_{name}_bias"] = Leaf(f"{module}_bias", ("experts", axes[1]))
+        if arch.experts.clamp:
+            mixture["router_bias"] = Leaf("mlp.gate.bias", ("experts",))
     else:
         one = mlp("", "mlp.experts.{expert}", "expert_intermediate", False)
         mixture |= {
@@ -315,7 +317,14 @@ def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
 
 def module_of(arch: Architecture) -> str:
     """Returns the decoder's module in Hugging Face's names."""
-    return MODULES[arch.vision.family][0] if arch.vision else "model"
+    if arch.module and arch.adapters is not None:
+        return arch.memory
+    return MODULES[arch.vision.family][0] if arch.vision else arch.module or "model"
+
+
+def head_of(arch: Architecture) -> str:
+    """Returns the name of the tensor of a language model's head."""
+    return "language_model.lm_head.weight" if arch.module == ON_DISK else "lm_head.weight"
 
 
 def other_leaves(arch: Architecture) -> dict[str, Leaf]:
@@ -332,7 +341,7 @@ def other_leaves(arch: Architecture) -> dict[str, Leaf]:
     if arch.scores:
         found["score"] = Leaf("score.weight", ("hidden", "one"))
     elif not arch.tied:
-        found["head"] = Leaf("lm_head.weight", ("hidden", "vocab"))
+        found["head"] = Leaf(head_of(arch), ("hidden", "vocab"))
     return found
 
 

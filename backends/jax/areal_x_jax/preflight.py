@@ -20,7 +20,7 @@ from areal_x_jax import lora
 from areal_x_jax.architecture import check_sharing, read_architecture
 from areal_x_jax.resting import check_can_rest
 from areal_x_jax.sharding import AXES, Partitioner, check_divisible, sizes_of
-from areal_x_jax.weights import check_tensors
+from areal_x_jax.weights import as_stored, check_tensors
 
 
 def check(config: TrainerConfig) -> Devices:
@@ -45,9 +45,15 @@ def check(config: TrainerConfig) -> Devices:
     check_sharing(config.share_prompts, directory, arch)
     lora.trained_architecture(arch, config.lora)
     if any(directory.glob("*.safetensors")):  # else they are still on the hub
+        arch = as_stored(arch, directory)
         check_tensors(arch, model_dir.shapes(directory), str(directory))
     memory = (own[0].memory_stats() or {}).get("bytes_limit")
-    return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)
+    return Devices(
+        own[0].platform,
+        len(own),
+        memory if own[0].platform != "cpu" else None,
+        images=not arch.module,
+    )
 
 
 def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:

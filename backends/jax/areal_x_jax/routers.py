@@ -69,15 +69,17 @@ def logits_of(
 
 def choose(
     router: Router,
+    logits: Float[Array, "... experts"],
     scores: Float[Array, "... experts"],
     correction: Float[Array, "*_ experts"] | None,
     per_token: int,
 ) -> tuple[Float[Array, "... per_token"], Int[Array, "... per_token"]]:
     """Returns the scores of the experts that each token goes through, and these experts. correction:
     see `Router.corrected`."""
-    if correction is None and router.groups == 1:
+    if correction is None and router.groups == 1 and router.score == "softmax":
         return jax.lax.top_k(scores, per_token)
-    ranked = scores if correction is None else scores + correction.reshape(-1)
+    plain = logits if router.score == "sigmoid" else scores  # a sigmoid rounds large logits to 1
+    ranked = plain if correction is None else scores + correction.reshape(-1)
     # Only the choice follows from these: no gradient passes through them.
     ranked = jax.lax.stop_gradient(ranked)
     if router.groups > 1:
@@ -132,6 +134,8 @@ def router_of(described: ParsedConfig, written: Mapping[str, Any], count: int) -
     text, kind = described.text, described.family.router
     if not kind:
         return Router()
+    if kind == "inputs":
+        return Router("sigmoid")
     refuse_features(
         {
             f"{name} = {value!r}, which transformers leaves out in this family": (
@@ -181,6 +185,8 @@ def dense_layers(described: ParsedConfig, written: Mapping[str, Any]) -> tuple[i
     """
     text = described.text
     every = range(text.num_hidden_layers)
+    if described.family.router == "inputs":
+        return tuple(i for i in every if i not in text.moe_layers)
     if described.family.router == "statics":
         first, last, step = (
             getattr(text, f"moe_layer_{name}") for name in ("start_index", "end_index", "interval")

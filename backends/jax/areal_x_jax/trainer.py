@@ -55,7 +55,14 @@ from areal_x_jax.sharding import (
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.update import update_step
-from areal_x_jax.weights import from_tensors, places, to_arrays, to_tensors
+from areal_x_jax.weights import (
+    as_stored,
+    from_tensors,
+    places,
+    tensors_beside,
+    to_arrays,
+    to_tensors,
+)
 
 # The heads that have what each method returns.
 HEADS = {"logprobs": ("policy",), "values": ("value", "reward")}
@@ -91,7 +98,9 @@ class Trainer(HuggingFaceTrainer):
             compute_in_fp32(jax.local_devices()[0].platform)
         self.directory = model_dir.resolve(config.model.path)
         model_dir.check_head(self.directory, config.head)
-        arch = read_architecture(model_dir.read_config(self.directory), config.head)
+        arch = as_stored(
+            read_architecture(model_dir.read_config(self.directory), config.head), self.directory
+        )
         self.arch = replace(arch, fp8=precision == "fp8")
         check_sharing(config.share_prompts, self.directory, self.arch)
         if config.replay_experts and self.arch.experts is None:
@@ -276,7 +285,9 @@ class Trainer(HuggingFaceTrainer):
         return None if experts is None else (self.arch.layers, experts.per_token, experts.count)
 
     def own_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        return to_tensors(self.arch, self.params)
+        yield from to_tensors(self.arch, self.params)
+        if self.writes:
+            yield from tensors_beside(self.arch, self.directory)
 
     def moments_are_portable(self) -> bool:
         return optimizers.portable(self.config.optimizer, self.trained)
@@ -319,7 +330,7 @@ class Trainer(HuggingFaceTrainer):
     def _read_teacher(self, directory: Path) -> tuple[Architecture, Params]:
         check_vocabulary("train.teacher", directory, self.directory)
         model_dir.check_head(directory, "policy")
-        arch = read_architecture(model_dir.read_config(directory))
+        arch = as_stored(read_architecture(model_dir.read_config(directory)), directory)
         if self.arch.vision is not None and (
             arch.vision is None or arch.vision.host_view != self.arch.vision.host_view
         ):

@@ -205,7 +205,7 @@ def patch_rotation(arch: VisionArchitecture, patch_layout: PatchLayout) -> Rotat
         for x in (patch_layout.rows, patch_layout.columns)
     )
     angle = jnp.concatenate([rows, columns], axis=-1)
-    return jnp.cos(angle), jnp.sin(angle)
+    return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
 def merge(
@@ -258,4 +258,4 @@ def multimodal_rotation(
     angle = jnp.moveaxis(positions[axis], 0, -1)[..., None, :].astype(
         jnp.float32
     ) * rope.frequencies(head_dim)
-    return jnp.cos(angle) * rope.scale, jnp.sin(angle) * rope.scale
+    return Rotation(jnp.cos(angle) * rope.scale, jnp.sin(angle) * rope.scale)

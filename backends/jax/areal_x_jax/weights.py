@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x.errors import UserError
+from areal_x.hf import model_dir
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer import Mine
 from areal_x_jax.architecture import STACKS, Architecture
+from areal_x_jax.families import IN_MEMORY, ON_DISK
 from areal_x_jax.parameters import (
     EXACT,
     FIXED,
     Leaf,
     Params,
+    head_of,
     layer_leaves,
     module_of,
     other_leaves,
@@ -37,6 +41,9 @@ from areal_x_jax.sharding import (
     put_sharded,
 )
 from areal_x_jax.vision_architecture import MODULES
+
+# Names of a language model's head in files.
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,15 @@ def from_file(x: np.ndarray, order: tuple[int, ...] | None, shape: tuple[int, ..
 
 def saved_name(arch: Architecture, name: str) -> str:
     """Returns the name under which transformers saves this tensor: vision-language models are on
-    the hub under either of MODULES' names."""
-    if arch.vision is None or arch.adapters is not None:
+    the hub under either of MODULES' names, other multimodal ones under those of files or memory."""
+    if arch.adapters is not None:
+        return name
+    if arch.module:
+        for module in (IN_MEMORY, ON_DISK):
+            if name.startswith(f"{module}."):
+                return f"{arch.module}.{name.removeprefix(f'{module}.')}"
+        return head_of(arch) if name in HEADS else name
+    if arch.vision is None:
         return name
     text, tower = MODULES[arch.vision.family]
     for prefix, module in (
@@ -190,6 +204,20 @@ def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], so
     )
 
 
+def as_stored(arch: Architecture, directory: Path) -> Architecture:
+    """Returns the architecture without a tied head if the directory has a head of its own, which then
+    counts, as it does in transformers: Mistral Small 3.1's config leaves out that it is not tied."""
+    if not arch.tied or arch.scores:
+        return arch
+    ends = head_of(arch), f"{module_of(arch)}.embed_tokens.weight"
+    stored = {saved_name(arch, name): name for name in model_dir.shapes(directory)}
+    if not all(name in stored for name in ends):
+        return arch
+    read = dict(model_dir.read_tensors(directory, {stored[name] for name in ends}))
+    head, embedding = (read[stored[name]] for name in ends)
+    return arch if np.array_equal(head, embedding) else replace(arch, tied=False)
+
+
 def is_ignored(arch: Architecture, name: str) -> bool:
     """True for a tied head that was saved a second time, for a language model's head in a model that
     scores, for layers that predict further tokens, and for what rotations compute anew."""
@@ -197,12 +225,27 @@ def is_ignored(arch: Architecture, name: str) -> bool:
         return arch.delta is not None
     if name.endswith(".rotary_emb.inv_freq"):
         return True
+    if is_beside(arch, name):
+        return True
     further = (
         f"{module_of(arch)}.layers.{arch.layers + number}." for number in range(arch.predictors)
     )
     if name.startswith(tuple(further)) or (arch.predictors and ".mtp_" in name):
         return True
-    return name == "lm_head.weight" and (arch.tied or arch.scores)
+    return name == head_of(arch) and (arch.tied or arch.scores)
+
+
+def is_beside(arch: Architecture, name: str) -> bool:
+    """True for a tensor of the parts of a multimodal checkpoint that are not the language model: a
+    vision tower's."""
+    return bool(arch.module) and not name.startswith((f"{arch.module}.", head_of(arch), "score."))
+
+
+def tensors_beside(arch: Architecture, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields these tensors of a directory as they are, one at a time."""
+    if arch.module:
+        beside = {x for x in model_dir.shapes(directory) if is_beside(arch, saved_name(arch, x))}
+        yield from model_dir.read_tensors(directory, beside)
 
 
 def check_size(name: str, size: tuple[int, ...], place: Place, source: str) -> None:

@@ -25,8 +25,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from areal_x.errors import ConfigError, one_of
-from areal_x_torch import kept_attention, masks, npu_attention
-from areal_x_torch.masks import Visible, window_of
+from areal_x_torch import kept_attention, masks, npu_attention, temperature
+from areal_x_torch.masks import Visible, seen_of
 
 ATTENTION = "areal_x_segments"
 VARLEN = "torch.nn.attention.varlen"
@@ -85,6 +85,32 @@ class Segments:
     @property
     def shares(self) -> bool:
         return max(self.prefixes) >= 0
+
+    @cached_property
+    def own_positions(self) -> Int32[Tensor, " own_tokens"]:
+        """Positions of this process's tokens in their sequences. Raises: NotImplementedError for
+        sequences that continue others."""
+        if self.shares:
+            raise NotImplementedError("its factor of queries is not told of shared prompts")
+        of_each = [torch.arange(n, dtype=torch.int32) for n in self.lengths]
+        whole = torch.cat(of_each).to(self.bounds.device)
+        if self.context is None:
+            return whole
+        return whole.chunk(self.context.size())[self.context.rank()]
+
+    def in_chunks(self, chunk: int) -> Segments:
+        """Returns the sequences cut into chunks of so many tokens. Raises: NotImplementedError for
+        sequences that continue others."""
+        if max(self.lengths) <= chunk and not self.shares:
+            return self
+        if self.shares:
+            raise NotImplementedError("its chunks are not told of shared prompts")
+        if ("chunks", chunk) not in self.layouts:
+            cut = [min(chunk, n - start) for n in self.lengths for start in range(0, n, chunk)]
+            made = Segments.of(tuple(cut), self.attend, self.bounds.device, context=self.context)
+            self.layouts["chunks", chunk] = made
+        cut_segments: Segments = self.layouts["chunks", chunk]
+        return cut_segments
 
     @cached_property
     def seen(self) -> tuple[int, ...]:
@@ -173,9 +199,14 @@ def attend(
     """
     if position_bias is not None:
         raise NotImplementedError(f"{type(module).__name__} adds a bias to its attention")
-    window = window_of(module, attention_mask, sliding_window)
+    seen = seen_of(module, attention_mask, sliding_window)
     if segments is None:
         segments = Segments.of((query.shape[2],), sdpa, query.device)
+    if temperature.tempers(module):
+        query = temperature.retempered(module, query, segments.own_positions)
+    if seen.chunk is not None:
+        segments = segments.in_chunks(seen.chunk)
+    window = seen.window
     # Under autocast a rotation returns float32, and a product the compute precision.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling

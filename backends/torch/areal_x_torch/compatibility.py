@@ -40,7 +40,7 @@ from areal_x_torch.model import (
 # Names, in configs and modules, of numbers of tokens that some layer sees or selects; not of which
 # layers.
 SPAN = re.compile(
-    r"window|attention_chunk|local_attention|index_topk|index_block|index_local|compress"
+    r"window|attention_chunk|local_attention|index_topk|index_block|index_local|compress|floor_scale"
 )
 NOT_A_SPAN = re.compile(r"pattern|layer|use_|vision")
 SHORTEST = 4  # tokens of the smallest span; the others get a few more each

@@ -21,6 +21,7 @@ from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments, Sinks
 from areal_x_torch.collectives import AllToAll
+from areal_x_torch.images import sees
 
 
 def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
@@ -31,7 +32,7 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
 
     if mesh.context == 1:
         return
-    if hasattr(model, "vision_config"):
+    if sees(model):
         raise wants("1, as torch does not split rows with images yet: use mesh.fsdp")
     if model.num_attention_heads % (mesh.context * mesh.tensor):
         over = (

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal_x_torch.kv_cache import Cache, DecodeCache, Layer, StateLayer, windows_of
+from areal_x_torch.kv_cache import Cache, DecodeCache, Layer, StateLayer, visible_of
 from areal_x_torch.model import decoder, head, head_input
 
 # (token, its position, *Cache.newest(its column, used)) → the logits of the next token
@@ -31,7 +31,7 @@ class NextLogits(nn.Module):
         super().__init__()
         self.model = model
         self.layers = layers
-        self.windows = windows_of(layers)
+        self.visible = visible_of(layers)
 
     def forward(
         self,
@@ -42,7 +42,7 @@ class NextLogits(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Float[Tensor, "rows vocabulary"]:
-        cache = DecodeCache(self.layers, self.windows, places, masks, keys, values)
+        cache = DecodeCache(self.layers, self.visible, places, masks, keys, values)
         out = decoder(self.model)(
             input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache
         )

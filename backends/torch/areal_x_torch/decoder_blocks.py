@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch import delta_rule, kept_attention
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import recompute_contexts
 from areal_x_torch.pipeline_schedule import in_flight
 
@@ -46,7 +47,7 @@ def prepare(
     dtype: of activations. memory: bytes of a device; None if unknown.
     """
     if config.compile:
-        decoder = set(model.get_decoder().modules())  # a vision tower branches on lengths
+        decoder = set(inner_decoder(model).modules())  # a vision tower branches on lengths
         blocks = [block for block in blocks_of(model) if block in decoder]
         # One function for all blocks of a class, so that it is compiled once.
         kinds: set[Any] = {type(block) for block in blocks}
@@ -114,16 +115,26 @@ def attention_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Returns the bytes per token that are saved if all but attention is recomputed: queries, keys,
     values, what attention gives, and each block's input."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    keys = values = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention: head_dim is that of rotations
-        keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    of_attention = (heads + kv_heads) * (keys + values) * dtype.itemsize
+    blocks = len(blocks_of(model))
     # An embedding starts the stream. Between stages it is in fp32.
     embedding = model.get_input_embeddings().weight
     input_size = 4 if embedding is None else embedding.element_size()
-    return len(blocks_of(model)) * (of_attention + config.hidden_size * input_size)
+    # Gemma 4's layers have heads of different widths.
+    unlike = getattr(config, "is_heterogeneous", False)
+    layers = [config.per_layer_config[i] if unlike else config for i in range(blocks)]
+    of_attention = sum(map(numbers_of_attention, layers)) * dtype.itemsize
+    return of_attention + blocks * config.hidden_size * input_size
+
+
+def numbers_of_attention(layer: Any) -> int:
+    """Returns the numbers per token of a layer's queries, keys, values and what attention gives.
+    layer: its config."""
+    heads = layer.num_attention_heads
+    keys = values = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    if getattr(layer, "kv_lora_rank", None):  # latent attention: head_dim is that of rotations
+        keys, values = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
+    return int((heads + kv_heads) * (keys + values))
 
 
 def free_bytes(model: PreTrainedModel, config: TrainerConfig, memory: int | None) -> int | None:

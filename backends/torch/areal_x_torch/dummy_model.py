@@ -8,9 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+def inner_decoder(model: PreTrainedModel) -> nn.Module:
+    """Returns the decoder without a head: Llama 4 has a whole language model inside, with its own."""
+    found: nn.Module = model.get_decoder()
+    return found.model if isinstance(found, GenerationMixin) else found
 
 
 def make_dummy(model: PreTrainedModel) -> PreTrainedModel:
@@ -18,7 +24,7 @@ def make_dummy(model: PreTrainedModel) -> PreTrainedModel:
     widths, and as many of the decoder's first blocks as include one of every kind. A layer's other
     copies of its parameters exist while it computes, one at a time."""
     copy = deepcopy(model)
-    decoder = copy.get_decoder()
+    decoder = inner_decoder(copy)
     for name, blocks in list(decoder.named_children()):
         if isinstance(blocks, nn.ModuleList) and type(blocks[0]).__name__ in (
             copy._no_split_modules or ()

@@ -32,7 +32,7 @@ from areal_x_torch.flat_rows import (
     padding_row,
     to_tensor,
 )
-from areal_x_torch.images import row_images
+from areal_x_torch.images import row_images, sees
 from areal_x_torch.pipeline import Chunk, Pipeline
 from areal_x_torch.pipeline_schedule import Run, States
 from areal_x_torch.sharding import ModelWithHead
@@ -232,7 +232,7 @@ class Forward:
         )
         tokens = to_tensor(flat.take(packed.tokens)[own], self.device)
         positions, images = flat.positions[own], None
-        if model.has_vision(net):
+        if sees(net.config):
             positions, images = row_images(packed, flat, net.config, self.device, self.distributed)
         recorded = None
         if packed.experts is not None:

@@ -24,6 +24,8 @@ from areal_x_torch.flat_rows import FlatRow, to_tensor
 
 # The model_types whose positions `mrope_positions` computes.
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+# Those of multimodal models of which the language model alone is trained, on text.
+TEXT_OF = ("gemma3", "gemma4", "llama4", "mistral3")
 
 
 class RowImages(NamedTuple):
@@ -34,13 +36,18 @@ class RowImages(NamedTuple):
     places: Int[Tensor, " image_tokens"]
 
 
+def sees(config: Any) -> bool:
+    """True if images are trained with the model of a transformers config."""
+    return hasattr(config, "vision_config") and config.model_type in VISION_MODELS
+
+
 def check_images(batch: Batch, config: Any) -> None:
     """Raises: UserError for images that the model of a transformers config cannot read."""
     if not batch.has_images:
         return
-    tower = getattr(config, "vision_config", None)
-    if tower is None:
+    if not sees(config):
         raise UserError(TEXT_ONLY)
+    tower = config.vision_config
     channels = tower.in_chans if hasattr(tower, "in_chans") else tower.in_channels
     features = channels * tower.temporal_patch_size * tower.patch_size**2
     patches, grids, image_segments = batch_images(batch)
@@ -53,8 +60,15 @@ def check_images(batch: Batch, config: Any) -> None:
 
 
 def check_sharing(shares: bool, directory: Path, config: Any) -> None:
-    """Raises: ConfigError if prompts are to be shared by a vision-language model."""
-    if shares and hasattr(config, "vision_config"):
+    """Raises: ConfigError if prompts are to be shared by a vision-language model, or one whose
+    attention is not told of it."""
+    text = config.get_text_config()
+    if shares and "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        wanted = (
+            f"False with {directory}, whose chunks of a sequence are not counted from a prompt on"
+        )
+        raise ConfigError("train.share_prompts", True, wanted)
+    if shares and sees(config):
         wanted = f"False with {directory}, which has a vision tower, whose positions are counted differently"
         raise ConfigError("train.share_prompts", True, wanted)
 

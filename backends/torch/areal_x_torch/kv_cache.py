@@ -20,23 +20,23 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from areal_x_torch import delta_chunks, masks
+from areal_x_torch import delta_chunks, masks, temperature
 from areal_x_torch.attention import Sinks, by_formula
 from areal_x_torch.delta_rule import Heads, Mixed, convolved_after, rule_inputs
-from areal_x_torch.masks import Visible, window_of
+from areal_x_torch.masks import Visible, seen_of
 from areal_x_torch.model import decoder
 
 ATTENTION = "areal_x_cache"
 
 
 class Layer(NamedTuple):
-    """The sizes of what a layer caches per token, and how many tokens back it sees (None: all)."""
+    """The sizes of what a layer caches per token, and which tokens it sees."""
 
     number: int
     kv_heads: int
     key_dim: int
     value_dim: int
-    window: int | None
+    seen: Visible
 
 
 class StateLayer(NamedTuple):
@@ -61,13 +61,13 @@ class ProbeCache:
         key: Tensor,
         value: Tensor,
         scale: float,
-        window: int | None,
+        seen: Visible,
         softcap: float | None,
         sinks: Sinks | None,
     ) -> Tensor:
         if layer in self.layers:
             raise NotImplementedError("it attends more than once per layer")
-        self.layers[layer] = Layer(layer, key.shape[1], key.shape[3], value.shape[3], window)
+        self.layers[layer] = Layer(layer, key.shape[1], key.shape[3], value.shape[3], seen)
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
     def mix(self, layer: Any, parts: Mixed) -> Tensor:
@@ -106,7 +106,7 @@ class Cache:
     ) -> None:
         self.layers = list(layers)
         self.columns = columns
-        self.windows = windows_of(layers)
+        self.visible = visible_of(layers)
         make = {"dtype": dtype, "device": device}
         self.keys, self.values = [], []
         for layer in layers:
@@ -140,10 +140,12 @@ class Cache:
         places = torch.arange(0, len(own) * self.columns, self.columns, device=own.device) + own
         columns, own = torch.arange(used, device=own.device), own[:, None]
         masks = []
-        for window in self.windows:
+        for seen in self.visible:
             hidden = columns > own
-            if window is not None:
-                hidden |= columns <= own - window
+            if seen.window is not None:
+                hidden |= columns <= own - seen.window
+            if seen.chunk is not None:
+                hidden |= columns < own - own % seen.chunk
             mask = torch.zeros(
                 hidden.shape, dtype=self.keys[0].dtype, device=own.device
             ).masked_fill_(hidden, -math.inf)
@@ -151,9 +153,9 @@ class Cache:
         return places, masks, self.keys, self.values
 
 
-def windows_of(layers: Sequence[Layer | StateLayer]) -> list[int | None]:
-    """Returns the different windows of layers with attention."""
-    return list(dict.fromkeys(layer.window for layer in layers if isinstance(layer, Layer)))
+def visible_of(layers: Sequence[Layer | StateLayer]) -> list[Visible]:
+    """Returns the different rules of what layers with attention see."""
+    return list(dict.fromkeys(layer.seen for layer in layers if isinstance(layer, Layer)))
 
 
 @dataclass
@@ -170,7 +172,7 @@ class PrefillCache:
     start: int
     length: int
     real: tuple[int, ...]
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[Visible, Tensor] = field(default_factory=dict)
 
     def attend(
         self,
@@ -179,7 +181,7 @@ class PrefillCache:
         key: Tensor,
         value: Tensor,
         scale: float,
-        window: int | None,
+        seen: Visible,
         softcap: float | None,
         sinks: Sinks | None,
     ) -> Tensor:
@@ -192,12 +194,12 @@ class PrefillCache:
             x[rows, self.start : stop] = new.transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
         plain = softcap is None and sinks is None
-        if plain and self.start == 0 and (window is None or window >= stop):
+        if plain and self.start == 0 and not seen.hides(stop):
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
             )
         keys, values = (x[rows, :stop].transpose(1, 2) for x in both)
-        mask = self._mask(window, query.device)
+        mask = self._mask(seen, query.device)
         if not plain:
             return by_formula(query, keys, values, mask, scale, softcap, sinks)
         return scaled_dot_product_attention(
@@ -221,25 +223,33 @@ class PrefillCache:
         )
         return found
 
-    def _mask(self, window: int | None, device: torch.device) -> Tensor:
-        if window not in self.masks:
+    def positions(self, layer: int) -> Int[Tensor, " length"]:
+        """Returns the positions of the tokens of a pass."""
+        device = self.cache.keys[index_of(self.cache.layers, layer)].device
+        return torch.arange(self.start, self.start + self.length, device=device)
+
+    def _mask(self, seen: Visible, device: torch.device) -> Tensor:
+        if seen not in self.masks:
             stop = self.start + self.length
             columns = torch.arange(stop, device=device)
             own = columns[self.start :, None]
-            self.masks[window] = (columns <= own) & (columns > own - (window or stop))
-        return self.masks[window]
+            mask = (columns <= own) & (columns > own - (seen.window or stop))
+            if seen.chunk is not None:
+                mask &= columns >= own - own % seen.chunk
+            self.masks[seen] = mask
+        return self.masks[seen]
 
 
 @dataclass(frozen=True)
 class DecodeCache:
     """A forward pass of one token for each of the first rows, which sees all before it.
 
-    places: its column in the flattened rows. masks: for each window, 0 at visible columns and minus
-    infinity elsewhere.
+    places: its column in the flattened rows. masks: for each rule in `visible`, 0 at visible columns
+    and minus infinity elsewhere.
     """
 
     layers: Sequence[Layer | StateLayer]
-    windows: Sequence[int | None]
+    visible: Sequence[Visible]
     places: Int[Tensor, " rows"]
     masks: Sequence[Float[Tensor, "rows 1 1 used"]]
     keys: Sequence[Tensor]
@@ -252,25 +262,30 @@ class DecodeCache:
         key: Tensor,
         value: Tensor,
         scale: float,
-        window: int | None,
+        seen: Visible,
         softcap: float | None,
         sinks: Sinks | None,
     ) -> Tensor:
         index = index_of(self.layers, layer)
-        mask = self.masks[self.windows.index(window)]
+        mask = self.masks[self.visible.index(seen)]
         rows, heads = query.shape[:2]
         kv_heads = key.shape[1]
-        seen: list[Tensor] = []
+        both: list[Tensor] = []
         for x, new in ((self.keys[index], key), (self.values[index], value)):
             x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, new[:, :, 0])
-            seen.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
-        keys, values = seen
+            both.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
+        keys, values = both
         if softcap is not None or sinks is not None:
             return by_formula(query, keys, values, mask[:, :, None], scale, softcap, sinks)
         # Heads that share keys become the length of the queries: nothing is repeated.
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1])
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return attended.reshape(rows, heads, 1, -1)
+
+    def positions(self, layer: int) -> Int[Tensor, "rows 1"]:
+        """Returns the positions of the tokens of a pass."""
+        columns = self.keys[index_of(self.layers, layer)].shape[1]
+        return (self.places % columns)[:, None]
 
     def mix(self, layer: Any, parts: Mixed) -> Tensor:
         index, rows = index_of(self.layers, layer.layer_idx), parts.channels.shape[0]
@@ -312,9 +327,11 @@ def attend(
         raise NotImplementedError(
             f"{type(module).__name__} biases its attention, which the torch sampler does not support"
         )
-    window = window_of(module, attention_mask, sliding_window)
+    seen = seen_of(module, attention_mask, sliding_window)
+    if temperature.tempers(module) and not isinstance(cache, ProbeCache):
+        query = temperature.retempered(module, query, cache.positions(module.layer_idx))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    own = scale, window, softcap, s_aux
+    own = scale, seen, softcap, s_aux
     return cache.attend(module.layer_idx, query, key, value, *own).transpose(1, 2), None
 
 

@@ -34,13 +34,16 @@ from areal_x.hf.model_parts import with_parts
 from areal_x_torch import compatibility
 from areal_x_torch.dtensors import Joined, ShardedView, Stored, local, own_part
 from areal_x_torch.experts import is_experts
-from areal_x_torch.images import VISION_MODELS
+from areal_x_torch.images import TEXT_OF, VISION_MODELS, sees
 from areal_x_torch.model import (
     ADAPTER,
     CORRECTION,
     SCORE,
     as_saved,
+    decoder,
     from_numpy,
+    has_vision,
+    head_layer,
     named_tensors,
 )
 
@@ -104,7 +107,8 @@ def build(directory: Path, head: str) -> PreTrainedModel:
                 )
             else:  # still on the hub: `from_pretrained` would draw weights, in the host's memory
                 with torch.device("meta"):
-                    model = architecture._from_config(described, dtype=torch.float32)
+                    # Without dropout, as `from_pretrained` returns a model.
+                    model = architecture._from_config(described, dtype=torch.float32).eval()
                 found = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys"), ())
         except Exception as error:  # each configuration and model raises its own type
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -127,8 +131,19 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith(CORRECTION):
             parameter.requires_grad_(False)
+    if has_vision(model) and not sees(model.config):
+        freeze_beside(model)
     compatibility.prepare(model, directory)
     return model
+
+
+def freeze_beside(model: PreTrainedModel) -> None:
+    """Leaves untrained what only images go through, as a tower of which there are none to learn
+    from would decay."""
+    own = {id(p) for part in (decoder(model), head_layer(model)) for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in own:
+            parameter.requires_grad_(False)
 
 
 def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
@@ -139,8 +154,11 @@ def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
     """
     model_type = config.get("model_type")
     kind = f"{directory} is a {model_type}{with_parts(config)}"
-    if "vision_config" in config and model_type not in VISION_MODELS:
-        kinds = f"of models with images, the torch backend trains {' and '.join(VISION_MODELS)}"
+    if "vision_config" in config and model_type not in (*VISION_MODELS, *TEXT_OF):
+        kinds = (
+            f"of models with images, the torch backend trains {', '.join(VISION_MODELS)} and, on"
+            f" text alone, {', '.join(TEXT_OF)}"
+        )
         raise UserError(f"{kind}; {kinds}: use one of these, or a model of text")
     if config.get("is_encoder_decoder"):
         raise UserError(
@@ -148,7 +166,8 @@ def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
             " model"
         )
     known = model_type in CONFIG_MAPPING  # else transformers says so
-    if known and model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
+    multimodal = {*VISION_MODELS, *TEXT_OF}
+    if known and model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *multimodal}:
         raise UserError(
             f"{kind}, for which transformers has no causal language model: use a model that"
             " generates text"
@@ -157,8 +176,16 @@ def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
 
 def value_model_class(directory: Path) -> type[PreTrainedModel]:
     """Returns the class of a vision-language model with a score in place of its head, which
-    transformers has for text models only."""
+    transformers has for text models only.
+
+    Raises: UserError for a Llama 4, which has a whole language model inside with the head.
+    """
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if config.model_type == "llama4":
+        raise UserError(
+            f"{directory} is a llama4, whose language model torch does not take apart for a critic or a"
+            " reward model: use train.backend = 'jax', or another model"
+        )
     writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
     class Scores(writes):

@@ -31,6 +31,7 @@ from areal_x.hf.adapters import EXPERT_KERNELS, PEFT_PREFIX, expert_module
 from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig
 from areal_x_torch import fp8
 from areal_x_torch.dtensors import Joined, Stored, gather, local, split
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import grouped, is_experts
 from areal_x_torch.loading import quiet
 from areal_x_torch.model import ADAPTER, is_classifier, named_tensors
@@ -138,7 +139,7 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in _of_decoder(model)
-        if isinstance(module, nn.Linear) and "expert" not in name
+        if isinstance(module, nn.Linear) and returns_products(module) and "expert" not in name
     }
 
 
@@ -152,9 +153,14 @@ def adaptable_experts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]
 
 
 def _of_decoder(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    decoder = model.get_decoder()
+    decoder = inner_decoder(model)
     place = next(name for name, module in model.named_modules() if module is decoder)
     return ((f"{place}.{name}", module) for name, module in decoder.named_modules())
+
+
+def returns_products(layer: nn.Linear) -> bool:
+    """False for a layer with a function of its own: Llama 4's routers."""
+    return isinstance(layer, LoRALinear) or type(layer).forward is nn.Linear.forward
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:

@@ -12,15 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_x_torch.attention import Segments
 from areal_x_torch.dtensors import ShardedView
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import Routing, routing_scope
-from areal_x_torch.images import RowImages, embed_images
+from areal_x_torch.images import RowImages, embed_images, sees
 
 SCORE = "score.weight"  # a sequence classifier's head
 CORRECTION = "e_score_correction_bias"  # of what a router's choice is made by
@@ -71,7 +70,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "toke
 def decoder_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "tokens features"]:
     """Returns what the decoder gives for each token of a flat row."""
     read = {"input_ids": row.tokens[None]}
-    if has_vision(model):
+    if sees(model.config):
         read = embed_images(
             model.base_model, model.get_input_embeddings()(row.tokens[None]), row.seen
         )
@@ -94,7 +93,8 @@ def head_input(
 
 def decoder(model: PreTrainedModel) -> nn.Module:
     """Returns the language model; for a vision-language model, the part after the tower."""
-    found: nn.Module = model.base_model.language_model if has_vision(model) else model.base_model
+    whole = has_vision(model) or model.base_model is model  # Llama 4's is
+    found: nn.Module = inner_decoder(model) if whole else model.base_model
     return found
 
 
@@ -133,6 +133,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def has_vision(model: PreTrainedModel) -> bool:
+    """True for a multimodal model, whether or not it is trained with images (`images.sees`)."""
     return hasattr(model.config, "vision_config")
 
 

@@ -14,7 +14,7 @@ from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_torch import attention, loading, lora, rope
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.flat_rows import to_tensor
-from areal_x_torch.images import check_sharing
+from areal_x_torch.images import check_sharing, sees
 from areal_x_torch.pipeline import check_adapters, names_of
 from areal_x_torch.sharding import check_model, sizes_of
 
@@ -45,6 +45,7 @@ def check(config: TrainerConfig) -> Devices:
         device.type,
         1 if device.type == "cpu" else torch.accelerator.device_count(),
         memory_of(device),
+        images=sees(built) or not hasattr(built, "vision_config"),
     )
 
 

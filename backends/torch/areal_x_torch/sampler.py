@@ -30,6 +30,7 @@ from areal_x.types import Kept
 from areal_x_torch import fp8, lora, prompt_images
 from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
+from areal_x_torch.images import sees
 from areal_x_torch.kv_cache import ATTENTION, Cache, PrefillCache, layers_of
 from areal_x_torch.model import as_saved, decoder, has_vision
 from areal_x_torch.sampling import RowSampling, sample, uniform
@@ -164,7 +165,7 @@ class Lane:
 
     def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
         self.model = model
-        self.supports_images = has_vision(model)
+        self.supports_images = sees(model.config)
         self.slots, self.context = len(cache.keys[0]), cache.columns
         self._step = step
         self._loaded = False

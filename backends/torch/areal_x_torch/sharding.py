@@ -47,6 +47,7 @@ from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.context_parallel import check_context
 from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dtensors import local, split
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import is_experts
 from areal_x_torch.loading import materialize
 from areal_x_torch.lora import LoRALinear
@@ -302,7 +303,8 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
         del plan[pattern]  # which `split_experts` splits
     for pattern in [pattern for pattern in plan if "linear_attn" in pattern.split(".")]:
         del plan[pattern]  # gated delta rule layers, which every process computes whole
-    if not plan or set(plan.values()) - {*STYLES, SUMMED}:
+    unlike = getattr(config, "is_heterogeneous", False)  # heads of different layers
+    if not plan or unlike or set(plan.values()) - {*STYLES, SUMMED}:
         wanted = (
             f"1, as heads and MLPs of a {config.model_type} model cannot be sharded yet: use"
             " mesh.fsdp"
@@ -316,7 +318,7 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
 
 
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    decoder = model.get_decoder()
+    decoder = inner_decoder(model)
     for pattern, style in plan_of(decoder.config, mesh.size()).items():
         for name, layer in list(decoder.named_modules()) if style in STYLES else ():
             if not fnmatchcase(name, pattern):
@@ -368,7 +370,7 @@ def replicated_in_tensor_group(
     own heads or columns."""
     if mesh is None or mesh["tensor"].size() == 1:
         return []
-    decoder = model.get_decoder()
+    decoder = inner_decoder(model)
     names = [
         name
         for name, style in plan_of(decoder.config, mesh["tensor"].size()).items()

@@ -55,7 +55,7 @@ from areal_x_torch.device import (
 from areal_x_torch.dtensors import Stored, gather_each, local
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 from areal_x_torch.forward import Forward
-from areal_x_torch.images import check_images, check_sharing
+from areal_x_torch.images import check_images, check_sharing, sees
 from areal_x_torch.pipeline import AddedLoss, Chunk, Pipeline, Stages, check_adapters
 from areal_x_torch.pipeline_schedule import States
 from areal_x_torch.sharding import (
@@ -122,9 +122,7 @@ class Trainer(HuggingFaceTrainer):
         rope.check_length("train.row_length", config.row_length, self.model.config, self.directory)
         if config.frozen or config.lora.rank:
             loading.freeze(self.model, self.dtype)
-        if self.teacher is not None and model.has_vision(self.teacher) != model.has_vision(
-            self.model
-        ):
+        if self.teacher is not None and sees(self.teacher.config) != sees(self.model.config):
             raise ConfigError(
                 "train.teacher",
                 config.teacher,
