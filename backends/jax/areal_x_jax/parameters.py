@@ -262,7 +262,9 @@ OF_EXPERTS = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}
 def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
     """Returns the kernels that can have adapters. Routers cannot."""
     leaves = layer_leaves(replace(arch, adapters=None))
-    of_experts = tuple(OF_EXPERTS) if arch.experts else ()
+    # Llama 4 stacks its experts elsewhere, and transposed.
+    adapts_experts = arch.experts is not None and not arch.experts.weighs_inputs
+    of_experts = tuple(OF_EXPERTS) if adapts_experts else ()
     return (*(name for name in ADAPTABLE if name in leaves), *of_experts)
 
 
