@@ -15,7 +15,6 @@ import pytest
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
-from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
 from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.model import hidden_states
 from areal_x_jax.sharding import ONE_DEVICE, Partitioner, check_divisible
@@ -96,10 +95,3 @@ def test_a_model_with_a_tower_is_refused(model_dir_of: Callable[[str], Path]) ->
     arch = read_architecture(model_dir.read_config(model_dir_of("qwen3_vl")))
     with pytest.raises(UserError, match=r"mesh\.stage = 2 cannot divide a model with a vision tower"):
         check_divisible(Staged(2, 1), arch)
-
-
-def test_the_other_backend_says_that_it_has_no_stages(model_dir_of: Callable[[str], Path]) -> None:
-    trainer = pytest.importorskip("areal_x_torch.trainer")
-    config = TrainerConfig(ModelConfig(str(model_dir_of("even"))), mesh=MeshConfig(stage=2, processes=2))
-    with pytest.raises(UserError, match=r"mesh\.stage = 2 .* 1 with torch"):
-        trainer.Trainer(config)

@@ -115,13 +115,13 @@ MUTANTS: list[Mutant] = [
         ("tests/torch/test_delta_rule.py", "tests/torch/test_sampler.py"),
         (
             "torch: the convolution of an answer sees zeros before it",
-            "            tail[before - seen :] = np.arange(ends[prefix] - seen, ends[prefix])",
-            "            pass",
+            "        tail, own = tails[prefix] if prefix >= 0 else nothing, np.arange(end - length, end)",
+            "        tail, own = nothing, np.arange(end - length, end)",
         ),
         (
             "torch: the convolution of a sequence sees the one before it",
-            "        tail = np.full(before, blank)",
-            "        tail = np.maximum(np.arange(end - length - before, end - length), 0)",
+            "    nothing = np.full(before, blank)",
+            "    nothing = np.arange(before)",
         ),
     ),
     *planted(

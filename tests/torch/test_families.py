@@ -247,7 +247,7 @@ def test_no_more_is_scored_at_once_than_a_micro_batch_holds(family_dir, monkeypa
     trainer, batch, plain_states, tokens = (
         trainer_of(family_dir("qwen3"), micro_batch_rows=1),
         learnable(),
-        model.hidden_states,
+        model.decoder_states,
         [],
     )
 
@@ -255,7 +255,7 @@ def test_no_more_is_scored_at_once_than_a_micro_batch_holds(family_dir, monkeypa
         tokens.append(len(row.tokens))
         return plain_states(of, row)
 
-    monkeypatch.setattr(model, "hidden_states", counting)
+    monkeypatch.setattr(model, "decoder_states", counting)
     trainer.logprobs(batch)
     assert len(tokens) > 1
     assert max(tokens) < batch.shape[1] + max(LENGTHS) / 2

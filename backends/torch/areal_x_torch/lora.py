@@ -160,7 +160,7 @@ def _of_decoder(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def returns_products(layer: nn.Linear) -> bool:
     """False for a layer with a function of its own: Llama 4's routers."""
-    return isinstance(layer, LoRALinear) or type(layer).forward is nn.Linear.forward
+    return isinstance(layer, SplitLinear) or type(layer).forward is nn.Linear.forward
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:

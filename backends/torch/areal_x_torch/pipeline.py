@@ -35,10 +35,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import ConfigError
 from areal_x.hf.adapters import PEFT_PREFIX
-from areal_x.protocols.trainer_config import MeshConfig, TrainerConfig
+from areal_x.protocols.trainer_config import EXPERTS, MeshConfig, TrainerConfig
 from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dtensors import Joined, ShardedView, Stored, gather_each, local
-from areal_x_torch.experts import IN_LAYER
+from areal_x_torch.experts import IN_LAYER, is_experts
 from areal_x_torch.lora import adaptable
 from areal_x_torch.model import decoder, head_layer, named_tensors
 from areal_x_torch.pipeline_schedule import States
@@ -70,6 +70,8 @@ def check_adapters(model: PreTrainedModel, config: TrainerConfig) -> None:
     if mesh.stage == 1 or not config.lora.rank:
         return
     names = [name for name in adaptable(model) if name.rpartition(".")[2] in targets]
+    if any(target.startswith(EXPERTS) for target in targets):
+        names += [name for name, module in model.named_modules() if is_experts(module)]
     adapted = {int(found[1]) for name in names if (found := IN_LAYER.search(name))}
     chunks = chunks_of(model.config.num_hidden_layers, mesh.stage, mesh.stage_chunks)
     for stage in range(mesh.stage):
