@@ -191,11 +191,12 @@ def reference_model(directory: Path) -> Any:
     return (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(directory, dtype=torch.float32)
 
 
-def torch_logits(directory: Path, sequences: list[np.ndarray]) -> list[np.ndarray]:
-    """transformers' logits `[T, vocab]` of each sequence alone."""
+def torch_logits(directory: Path, sequences: list[np.ndarray], exact: bool = False) -> list[np.ndarray]:
+    """transformers' logits `[T, vocab]` of each sequence alone. exact: computed in float64."""
     import torch
 
     model = reference_model(directory)
+    model = model.double() if exact else model
     with torch.no_grad():
         return [model(torch.tensor(np.asarray(s)[None]).long()).logits[0].numpy() for s in sequences]
 

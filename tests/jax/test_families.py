@@ -19,7 +19,7 @@ from areal_x.algorithms.losses import ppo_clip
 from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config, read_tensors, write_model
-from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig
 from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x_jax import head
 from areal_x_jax.architecture import Architecture, read_architecture
@@ -75,8 +75,10 @@ def test_packed_rows_are_each_sequence_alone_in_transformers_and_files_go_round_
 ) -> None:
     directory, rows = directory_of(name), sequences(19, 1, 11)
     arch = read_architecture(read_config(directory))
-    theirs = torch_logits(directory, rows)
-    atol = 5e-4 if name in HYBRIDS else 1e-4  # a chain of corrections to a state rounds more than attention does
+    # A chain of corrections to a state rounds more than attention does: transformers' own fp32 is up to 2e-3 from its float64,
+    # in which torch computes no experts.
+    theirs = torch_logits(directory, rows, exact=name in HYBRIDS and arch.experts is None)
+    atol = 5e-4 if name in HYBRIDS else 1e-4
     for ours, logits in zip(packed_logprobs(arch, directory, rows), theirs, strict=True):
         np.testing.assert_allclose(ours, log_softmax(logits), rtol=1e-5, atol=atol)
     read = dict(read_tensors(directory))
@@ -152,9 +154,11 @@ def test_what_is_sampled_with_the_cache_has_the_log_probabilities_of_the_whole_s
 
 @pytest.mark.parametrize("name", ["phi3-0", *further(*(x for x in CASES if x != "phi3-0"))])
 def test_adapters_of_every_kernel_are_transformers_with_their_products_added(name: str, directory_of: Directories) -> None:
+    """But experts' (tests/test_expert_adapters.py)."""
     directory = directory_of(name)
     arch = read_architecture(read_config(directory))
-    targets, leaves = adapter_targets(arch), layer_leaves(arch)
+    leaves = layer_leaves(arch)
+    targets = {target: kernel for target, kernel in adapter_targets(arch).items() if not target.startswith(EXPERTS)}
     trainer = randomised(make_trainer(directory, lora=replace(LORA, targets=tuple(targets))))
     adapter = dict(trainer.adapter())
     assert len(adapter) == 2 * sum(len(arch.layers_in(leaves[kernel].stack)) for kernel in targets.values())

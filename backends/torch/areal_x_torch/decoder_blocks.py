@@ -115,7 +115,7 @@ def attention_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Returns the bytes per token that are saved if all but attention is recomputed: queries, keys,
     values, what attention gives, and each block's input."""
     config = model.config.get_text_config()
-    blocks = len(blocks_of(model))
+    blocks = min(len(blocks_of(model)), config.num_hidden_layers)  # those of a stage
     # An embedding starts the stream. Between stages it is in fp32.
     embedding = model.get_input_embeddings().weight
     input_size = 4 if embedding is None else embedding.element_size()
