@@ -185,7 +185,15 @@ async def check_weights_swapped_in_flight(
         Request(prompt, SamplingParams(max_tokens=engine.context - len(prompt)), seed=i)
         for i, prompt in enumerate(prompts(directory, count, longest=20, seed=4))
     ]
-    generating = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+
+    async def until_swapped(request: Request) -> Completion:
+        """Asks again if an answer ended before the swap, however fast a server is."""
+        while True:
+            completion = await engine.generate(request)
+            if engine.version != before:
+                return completion
+
+    generating = [asyncio.ensure_future(until_swapped(request)) for request in requests]
     short = Request(requests[0].tokens, SamplingParams(max_tokens=2))
     await engine.generate(short)  # that this one ended says that decoding goes on
     if through is not None:
