@@ -408,7 +408,9 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "qwen3_next": "hybrid-experts",
         }
     },
-    ("torch", "stage"): {TORCH_STAGES: {family: case for family, case in OF_SHAPES.items() if family not in INSIDE}},
+    ("torch", "stage"): {
+        TORCH_STAGES: {family: x for family, x in OF_SHAPES.items() if family not in INSIDE and family != "llama4_text"}
+    },
     ("torch", "packed"): {
         TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES
         | GEMMA4S,

@@ -54,6 +54,8 @@ def check_stages(model: PreTrainedConfig, mesh: MeshConfig, offload: bool) -> No
         return
     if hasattr(model, "vision_config"):
         raise wants("1 for a model with images, whose tower is no layer of a stage: use mesh.fsdp")
+    if model.model_type == "llama4_text":
+        raise wants("1 for a Llama 4, whose decoder reads its embedding itself: use mesh.fsdp")
     layers, chunks = model.num_hidden_layers, mesh.stage * mesh.stage_chunks
     if layers < chunks:
         of_chunks = f" / mesh.stage_chunks = {layers // mesh.stage_chunks}"
