@@ -26,6 +26,7 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Trajectory
+from areal_x_torch import loading
 from tests.model_families import CASES
 from tests.models import trajectories, write_config
 from tests.thorough import further, thorough
@@ -238,6 +239,14 @@ def test_compiled_blocks_round_alike(tmp_path: Path) -> None:
     plain, compiled = (make("torch", directory, compile=x) for x in (False, True))
     losses = [[made.update(batch, sft)["loss"] for _ in range(3)] for made in (plain, compiled)]
     np.testing.assert_allclose(losses[1], losses[0], atol=0.1)
+
+
+def test_a_head_inside_the_language_model_of_a_multimodal_one_is_not_rounded(tmp_path: Path) -> None:
+    model = loading.build(write_config(CASES["llama4-0"], tmp_path), "policy")
+    in_torch.install(model)
+    rounded = {name for name, module in model.named_modules() if isinstance(module, in_torch.Fp8Linear)}
+    assert len(rounded) > 10
+    assert all(".layers." in name and "vision" not in name for name in rounded)
 
 
 def test_other_precisions_are_refused() -> None:

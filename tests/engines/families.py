@@ -235,12 +235,17 @@ def prepare(name: str, scratch: Path) -> tuple[Path, Path, np.ndarray]:
 
 def distance_from(served: Served, directory: Path, tokens: np.ndarray) -> float:
     """Returns the largest difference from transformers' model of a directory in a prompt's log-probabilities."""
+    return float(np.abs(served.score(tokens) - log_probs(directory, tokens)).max())
+
+
+def log_probs(directory: Path, tokens: np.ndarray, half: bool = False) -> np.ndarray:
+    """transformers' log-probabilities of a prompt's tokens except the first. half: computed in bfloat16."""
     import torch
 
+    model = reference_model(directory)
     with torch.no_grad():
-        logits = reference_model(directory)(torch.tensor(tokens[None]).long()).logits[0].numpy()
-    expected = np.take_along_axis(log_softmax(logits)[:-1], tokens[1:, None], 1)[:, 0]
-    return float(np.abs(served.score(tokens) - expected).max())
+        logits = (model.bfloat16() if half else model)(torch.tensor(tokens[None]).long()).logits[0].float().numpy()
+    return np.take_along_axis(log_softmax(logits)[:-1], tokens[1:, None], 1)[:, 0]
 
 
 def last_of_each_kind(tensors: dict[str, Any]) -> list[str]:

@@ -10,7 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engines.families import SETTINGS, TIED, UNTIED, Served, is_noticed, last_of_each_kind, list_files, report_each
+from tests.engines.families import (
+    SETTINGS,
+    TIED,
+    UNTIED,
+    Served,
+    is_noticed,
+    last_of_each_kind,
+    list_files,
+    log_probs,
+    report_each,
+)
 
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
@@ -18,7 +28,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from tests.model_families import FAMILY_MODELS
-from tests.models import log_softmax, reference_model, sequences, write_config
+from tests.models import reference_model, sequences, write_config
 
 # The widths for which the kernels are written.
 RULE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 32, "num_key_value_heads": 1}
@@ -72,16 +82,6 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
     served.swap(new)
     report["again"] = float(np.abs(served.score(tokens) - begun).max())
     return report
-
-
-def log_probs(directory: Path, tokens: np.ndarray, half: bool) -> np.ndarray:
-    """transformers' log-probabilities of a prompt's tokens except the first. half: computed in bfloat16."""
-    import torch
-
-    model = reference_model(directory)
-    with torch.no_grad():
-        logits = (model.bfloat16() if half else model)(torch.tensor(tokens[None]).long()).logits[0].float().numpy()
-    return np.take_along_axis(log_softmax(logits)[:-1], tokens[1:, None], 1)[:, 0]
 
 
 if __name__ == "__main__":

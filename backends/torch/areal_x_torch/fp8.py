@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import grouped, is_experts
 from areal_x_torch.split_linear import SplitLinear
 
@@ -45,7 +46,7 @@ class Fp8Linear(SplitLinear):
 
 def install(model: PreTrainedModel) -> None:
     """Replaces the linear layers of a decoder's blocks, and marks its mixtures of experts."""
-    decoder = model.get_decoder()
+    decoder = inner_decoder(model)
     for name, module in list(decoder.named_modules()):
         if type(module) is nn.Linear and name.rpartition(".")[2] not in EXACT:
             decoder.set_submodule(name, Fp8Linear(module))

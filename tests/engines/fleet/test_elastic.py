@@ -179,6 +179,30 @@ def test_one_that_waits_for_room_is_given_up_when_it_is_no_longer_wanted(trying:
     trying(attempt, most=2)
 
 
+def test_one_that_starts_is_not_given_up_when_the_trainer_waits_no_longer(
+    trying: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def attempt(engine: VLLMEngine, cloud: Cloud) -> None:
+        is_ready = asyncio.Event()
+
+        async def ready(server: Started, name: str, *_: Any) -> None:
+            await is_ready.wait()
+
+        monkeypatch.setattr(server, "wait_until_ready", ready)
+        steps(engine, 0.5, 0.0)
+        replicas = engine.supervisor.replicas
+        await until(lambda: len(replicas) == 2 and all(replica.server is not None for replica in replicas.values()))
+        assert len(engine.fleet.serving()) == 1
+        for _ in range(3):
+            steps(engine, 0.0, 0.7)
+        is_ready.set()
+        await until(lambda: len(engine.fleet.serving()) == 2)
+        assert (cloud.asked, cloud.vacated) == (2, [])
+
+    lines = trying(attempt, most=2)
+    assert not any("suffice" in line for line in lines)
+
+
 def test_a_server_on_a_drained_node_is_replaced_hands_over_and_ends(
     trying: Callable[..., list[str]], tiny_model_dir: Path
 ) -> None:
