@@ -19,8 +19,8 @@ from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x_jax.architecture import Experts
 from areal_x_jax.experts import Routing, imbalance, mixture, route
+from areal_x_jax.mixtures import Experts
 from areal_x_jax.sharding import ONE_DEVICE
 from areal_x_jax.trainer import Trainer
 from tests.experts import REFUSED, assert_replays, batch_of_others, recorded, replayed_logprobs

@@ -20,8 +20,8 @@ from areal_x.hf.model_dir import read_config, read_moments, read_tensors, write_
 from areal_x.protocols.backends import create_trainer, find_backend
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.types import Batch
-from areal_x_jax.architecture import Experts
 from areal_x_jax.experts import route
+from areal_x_jax.mixtures import Experts
 from areal_x_jax.routers import Router
 from tests.experts import SIGMOIDS, assert_replays, recorded, sigmoid_imbalance
 from tests.model_families import CASES

@@ -6,58 +6,22 @@ Families differ in fields, never in subclasses: areal_x_jax.families lists them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import text_config
-from areal_x_jax.delta_rule import DeltaRule
-from areal_x_jax.families import ParsedConfig, parse_config, refuse_features
+from areal_x_jax.delta_rule import DeltaRule, delta_rule_of
+from areal_x_jax.families import parse_config, refuse_features
 from areal_x_jax.latent_attention import Latent, latent_of, latent_scale
+from areal_x_jax.mixtures import Experts, experts_of, routed_experts
 from areal_x_jax.rope import Rope, rope_indices, ropes_of
-from areal_x_jax.routers import Router, dense_layers, router_of
 from areal_x_jax.vision_architecture import VisionArchitecture, read_vision_architecture
+from areal_x_jax.windows import windows_of
 
 STACKS = ("layers", "dense", "sparse", "recurrent", "attention")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of each MLP."""
-
-    count: int
-
-    per_token: int
-    """Experts chosen for a token."""
-
-    intermediate: int
-
-    normalised: bool
-    """True if the weights of a token's experts sum to 1."""
-
-    shared: int = 0
-    """Width of the expert that every token goes through; 0 for none."""
-
-    dense: tuple[int, ...] = ()
-    """Layers that keep a plain MLP."""
-
-    clamp: tuple[float, float] | None = None
-    """Slope and limit of a clamped activation, α and l in `experts.clamped`, for experts and a
-    router with biases; None for a gated MLP without."""
-
-    router: Router = field(default_factory=Router)
-    """How experts are chosen and weighed."""
-
-    shared_gate: bool = True
-    """True if the shared expert's output is multiplied by a gate of its own."""
-
-    joined: bool = False
-    """True if all experts' gates and ups are one parameter, all gates before all ups."""
-
-    weighs_inputs: bool = False
-    """True if the weights multiply what experts read and not what they return."""
 
 
 @dataclass(frozen=True)
@@ -355,140 +319,6 @@ def context_of(named: int, rope: Rope) -> int:
     if rope.kind == "yarn":
         return max(named, int(rope.original * rope.factor))
     return int(named * rope.factor) if rope.kind == "linear" else named
-
-
-def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns for each layer the number of tokens that a token sees, 0 for all, by transformers'
-    rule for the family and its defaults. config: as written in the file.
-
-    Raises: UserError for windows that the family does not have.
-    """
-    text, rule = described.text, described.family.windows
-    field = "attention_chunk_size" if described.family.chunked else "sliding_window"
-    near = "chunked_attention" if described.family.chunked else "sliding_attention"
-    layers, width, kinds = (
-        text.num_hidden_layers,
-        getattr(text, field, None),
-        getattr(text, "layer_types", None),
-    )
-    if text.model_type == "ministral":
-        rule = "layer_types"
-    known = {"full_attention", "linear_attention" if described.family.delta else near}
-    unknown = ", ".join(sorted(set(kinds or ()) - known))
-    refuse_features({f"layers of the kind {unknown}": bool(unknown)})
-    listed = [kind == near for kind in kinds or ()]
-    every = {"layer_types": listed, "all": [width is not None] * layers, "none": [False] * layers}
-    sliding = every[rule][:layers]
-    written = text_config(config)
-    pattern = written.get("_sliding_window_pattern", 6)
-    refuse_features(
-        {
-            f"{field} = {width} in layers with a window": (any(sliding) and not (width or 0) > 0),
-            "layers with a window beside use_sliding_window = False": (
-                any(sliding) and not getattr(text, "use_sliding_window", True)
-            ),
-            "layer_types, which transformers leaves out in this family": (
-                bool(listed) and listed[:layers] != sliding
-            ),
-            f"sliding_window = {width}, which transformers leaves out in this family": (
-                rule == "none" and bool(width) and bool(getattr(text, "use_sliding_window", True))
-            ),
-            "sliding_window beside attention in chunks": (
-                described.family.chunked and bool(getattr(text, "sliding_window", None))
-            ),
-            f"_sliding_window_pattern = {pattern} (sliding_window_pattern is read)": (
-                described.family.gemma
-                and pattern != 6
-                and not {"layer_types", "sliding_window_pattern"} & set(written)
-            ),
-        },
-        "correct its config.json",
-    )
-    return tuple(int(width or 0) if slides else 0 for slides in sliding)
-
-
-def experts_of(described: ParsedConfig) -> Experts | None:
-    """Returns None if no layer has experts."""
-    family, text = described.family, described.text
-    if not family.sparse:
-        return None
-    # Mixtures without these fields have experts in every layer, and their weights sum to 1.
-    layers, plain = range(text.num_hidden_layers), set(getattr(text, "mlp_only_layers", ()))
-    step = getattr(text, "decoder_sparse_step", 1)
-    sparse = [i for i in layers if i not in plain and (i + 1) % step == 0]
-    if not sparse or not text.num_experts:
-        return None
-    if text.num_experts_per_tok > text.num_experts:
-        raise UserError(
-            f"config.json: num_experts_per_tok = {text.num_experts_per_tok} are more than its"
-            f" num_experts = {text.num_experts}"
-        )
-    shared = text.shared_expert_intermediate_size if family.shared else 0
-    refuse_features({"a shared expert without features": family.shared and not shared})
-    return Experts(
-        count=text.num_experts,
-        per_token=text.num_experts_per_tok,
-        intermediate=getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
-        normalised=bool(getattr(text, "norm_topk_prob", True)),
-        shared=shared,
-        dense=tuple(i for i in layers if i not in sparse),
-        clamp=(float(text.swiglu_alpha), float(text.swiglu_limit)) if family.clamped else None,
-    )
-
-
-def routed_experts(described: ParsedConfig, written: Mapping[str, Any]) -> Experts | None:
-    """The same for families with a rule of their own (areal_x_jax.routers). written: config.json."""
-    text, ernie = described.text, described.family.router == "statics"
-    inputs = described.family.router == "inputs"
-    if inputs:
-        count, shared, width = text.num_local_experts, 1, text.intermediate_size
-    else:
-        count = text.moe_num_experts if ernie else text.n_routed_experts
-        shared = text.moe_num_shared_experts if ernie else text.n_shared_experts
-        width = text.moe_intermediate_size
-    per_token, dense = text.num_experts_per_tok, dense_layers(described, written)
-    if len(dense) == text.num_hidden_layers:
-        return None
-    if not count or not per_token or per_token > count:
-        raise UserError(
-            f"config.json: num_experts_per_tok = {per_token} is not between 1 and the number of"
-            f" experts, {count}"
-        )
-    refuse_features({"a shared expert without features": not shared and not ernie})
-    return Experts(
-        count=count,
-        per_token=per_token,
-        intermediate=width,
-        normalised=ernie or (not inputs and bool(text.norm_topk_prob)),
-        shared=shared * width,
-        dense=dense,
-        router=router_of(described, written, count),
-        shared_gate=False,
-        joined=inputs,
-        weighs_inputs=inputs,
-    )
-
-
-def delta_rule_of(described: ParsedConfig) -> DeltaRule | None:
-    """Returns None if no layer has a gated delta rule."""
-    family, text = described.family, described.text
-    if not family.delta:
-        return None
-    layers = [i for i, kind in enumerate(text.layer_types) if kind == "linear_attention"]
-    heads = text.linear_num_key_heads, text.linear_num_value_heads
-    if heads[1] % heads[0]:
-        raise UserError(
-            f"config.json: linear_num_key_heads = {heads[0]} does not divide linear_num_value_heads ="
-            f" {heads[1]}"
-        )
-    return DeltaRule(
-        tuple(i for i in layers if i < text.num_hidden_layers),
-        *heads,
-        text.linear_key_head_dim,
-        text.linear_value_head_dim,
-        text.linear_conv_kernel_dim,
-        joined=family.joined,
-    )
 
 
 def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:

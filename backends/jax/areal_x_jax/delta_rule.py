@@ -20,6 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from areal_x.errors import UserError
+from areal_x_jax.families import ParsedConfig
+
 CHUNK = 64  # tokens of a chunk, as in transformers and in the kernels of flash-linear-attention
 EPSILON = 1e-6  # of the norms of queries and keys, there too
 NONE = -2  # id of no segment
@@ -63,6 +66,28 @@ class DeltaRule:
     @property
     def group(self) -> int:
         return self.value_heads // self.key_heads
+
+
+def delta_rule_of(described: ParsedConfig) -> DeltaRule | None:
+    """Returns None if no layer has a gated delta rule."""
+    family, text = described.family, described.text
+    if not family.delta:
+        return None
+    layers = [i for i, kind in enumerate(text.layer_types) if kind == "linear_attention"]
+    heads = text.linear_num_key_heads, text.linear_num_value_heads
+    if heads[1] % heads[0]:
+        raise UserError(
+            f"config.json: linear_num_key_heads = {heads[0]} does not divide linear_num_value_heads ="
+            f" {heads[1]}"
+        )
+    return DeltaRule(
+        tuple(i for i in layers if i < text.num_hidden_layers),
+        *heads,
+        text.linear_key_head_dim,
+        text.linear_value_head_dim,
+        text.linear_conv_kernel_dim,
+        joined=family.joined,
+    )
 
 
 class Mixed(NamedTuple):

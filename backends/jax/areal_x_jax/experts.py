@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax import fp8, routers
-from areal_x_jax.architecture import Experts
+from areal_x_jax.mixtures import Experts
 from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import Partitioner
 

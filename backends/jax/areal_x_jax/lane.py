@@ -32,18 +32,12 @@ from areal_x_jax import fp8, kv_cache, recurrent_cache
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import group_sinks, softcapped
 from areal_x_jax.kv_cache import KVCache
-from areal_x_jax.model import (
-    embed,
-    finish_layer,
-    gated,
-    head_input,
-    head_kernel,
-    position_rotations,
-    project_qkv,
-)
+from areal_x_jax.model import embed, finish_layer, head_input, head_kernel
 from areal_x_jax.parameters import Params, layer_leaves
 from areal_x_jax.prefill_chunks import Chunk, packed
+from areal_x_jax.projections import gated, project_qkv
 from areal_x_jax.recurrent_cache import States
+from areal_x_jax.rotations import position_rotations
 from areal_x_jax.sampling import Truncation, sample, uniform
 from areal_x_jax.sharding import sampling_spec
 

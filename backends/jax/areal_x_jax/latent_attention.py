@@ -5,7 +5,7 @@ one narrow vector of a token, and one rotated key is shared by all heads.
       ──▶ key (rotated), the same for all heads
       ──▶ (vector, norm) ──▶ each head's query, of which the last features are rotated
 
-`areal_x_jax.model.project_latent` computes it. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+`areal_x_jax.projections.project_latent` computes it. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations

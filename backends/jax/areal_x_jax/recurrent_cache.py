@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from areal_x_jax import delta_rule
 from areal_x_jax.architecture import Architecture
-from areal_x_jax.model import project_mixed, recurrent_inputs, recurrent_output
 from areal_x_jax.parameters import Params
 from areal_x_jax.prefill_chunks import Chunk
+from areal_x_jax.recurrent_layers import project_mixed, recurrent_inputs, recurrent_output
 
 
 class State(NamedTuple):

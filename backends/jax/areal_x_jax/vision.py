@@ -21,9 +21,11 @@ from jaxtyping import Array, Float, Int
 from areal_x_jax import attention
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import AttentionMask
-from areal_x_jax.model import PRODUCTS, ImageFeatures, Rotation, affine, gated_mlp, rope
+from areal_x_jax.layer_parts import affine, gated_mlp
+from areal_x_jax.model import PRODUCTS, ImageFeatures
 from areal_x_jax.parameters import Params, parameter_axes
 from areal_x_jax.rope import Rope
+from areal_x_jax.rotations import Rotation, rope
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 from areal_x_jax.vision_architecture import VisionArchitecture
 
@@ -243,7 +245,7 @@ def norm(
 def multimodal_rotation(
     positions: Int[Array, "3 rows length"], rope: Rope, arch: VisionArchitecture, head_dim: int
 ) -> Rotation:
-    """Returns what `model.position_rotations` does, [rows, length, 1, head_dim / 2], for positions
+    """Returns what `rotations.position_rotations` does, [rows, length, 1, head_dim / 2], for positions
     in time, height and width.
 
     Of the head_dim / 2 angles, sections[i] follow positions[i]: one section after another
