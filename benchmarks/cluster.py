@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -65,19 +66,21 @@ def idle(_: int) -> Idle:
     return Idle()
 
 
-def cpu_seconds(process: psutil.Process) -> float:
-    """Of a process and its family."""
-    spent = 0.0
+def cpu_seconds(process: psutil.Process) -> Counter[str]:
+    """Of a process and its family, by what they are: "driver", "ranks" and "Ray"."""
+    spent: Counter[str] = Counter()
     for member in [process, *process.children(recursive=True)]:
         try:
-            times = member.cpu_times()
+            times, command = member.cpu_times(), member.cmdline()
         except psutil.Error:
             continue
-        spent += times.user + times.system + times.children_user + times.children_system
+        title = command[0] if command else ""
+        part = "driver" if member.pid == process.pid else "ranks" if title.startswith("ray::Process") else "Ray"
+        spent[part] += times.user + times.system + times.children_user + times.children_system
     return spent
 
 
-def step_of(cluster: str, backend: str, steps: int) -> tuple[float, float]:
+def step_of(cluster: str, backend: str, steps: int) -> tuple[Counter[str], float]:
     """Seconds of CPU and of wall of a step of the example."""
     with tempfile.TemporaryDirectory() as folder:
         how = f"train.cluster = {cluster!r}", f"train.backend = {backend!r}", f"train.runs = {folder!r}"
@@ -93,16 +96,19 @@ def step_of(cluster: str, backend: str, steps: int) -> tuple[float, float]:
                 time.sleep(0.02)
             driver.terminate()
     first, last = min(marks), max(marks)
-    cpu, wall = np.subtract(marks[last], marks[first]) / (last - first)
-    return float(cpu), float(wall)
+    (cpu_then, then), (cpu_now, now) = marks[first], marks[last]
+    taken = last - first
+    return Counter({part: (x - cpu_then[part]) / taken for part, x in cpu_now.items()}), (now - then) / taken
 
 
 def compare_steps(backend: str, steps: int) -> None:
     found: dict[str, list[tuple[float, float]]] = {"here": [], "ray": []}
     for cluster in ("here", "ray", "ray", "here"):
-        found[cluster].append(step_of(cluster, backend, steps))
-        cpu, wall = found[cluster][-1]
-        print(f"{backend}, {cluster}: {1e3 * cpu:.0f} ms of CPU and {1e3 * wall:.0f} ms a step", flush=True)
+        parts, wall = step_of(cluster, backend, steps)
+        found[cluster].append((parts.total(), wall))
+        shares = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts.items())
+        cpu = 1e3 * parts.total()
+        print(f"{backend}, {cluster}: {cpu:.0f} ms of CPU ({shares}) and {1e3 * wall:.0f} ms a step", flush=True)
     here, ray = (np.mean(found[cluster], axis=0) for cluster in ("here", "ray"))
     print(f"{backend}: on Ray {ray[0] / here[0]:.3f} × the CPU and {ray[1] / here[1]:.3f} × the time of one process")
 
