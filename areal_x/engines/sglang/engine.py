@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from areal_x.engines.fleet.engine import FleetEngine
@@ -13,8 +14,32 @@ from areal_x.engines.sglang.weights import is_tied
 from areal_x.errors import ConfigError
 from areal_x.hf.model_dir import read_config
 
-# Models that SGLang 0.5.23 serves with an uninitialised head if it is tied to the embedding.
-UNTIED = ("Qwen3MoeForCausalLM",)
+# Models for which SGLang 0.5.23 makes a head whatever their config says: a tied one is never filled.
+OWN_HEAD = (
+    "ArceeForCausalLM",
+    "DeepseekForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GptOssForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "PersimmonForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "StableLmForCausalLM",
+)
+# Models whose head it never reads, as that of the hub's is their embedding.
+NO_HEAD = (
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3nForCausalLM",
+)
 
 
 class SGLangEngine(FleetEngine[SGLangConfig]):
@@ -26,13 +51,7 @@ class SGLangEngine(FleetEngine[SGLangConfig]):
         if self.experts:
             wanted = "False with train.engine = 'sglang', which does not return them yet"
             raise ConfigError("trainer.replay_experts", True, wanted)
-        architectures = read_config(self.model).get("architectures") or []
-        if is_tied(self.model) and set(UNTIED) & set(architectures):
-            wanted = (
-                f"a model with a head of its own: SGLang serves a {architectures[0]} whose head is"
-                " the embedding (tie_word_embeddings) with an uninitialised head"
-            )
-            raise ConfigError("model.path", str(self.model), wanted)
+        check_head(self.model)
         if not self.config.urls and trainer_here:  # else the nodes that serve need it
             installed(self.config.python)
 
@@ -49,6 +68,19 @@ class SGLangEngine(FleetEngine[SGLangConfig]):
 
     def unprotected_warning(self, url: str) -> str:
         return unprotected_warning(url)
+
+
+def check_head(model: Path) -> None:
+    """Raises: ConfigError for a model that SGLang would serve with a head that nobody gave it."""
+    architectures = set(read_config(model).get("architectures") or [])
+    tied = is_tied(model)
+    for architecture in sorted(architectures & set(OWN_HEAD if tied else NO_HEAD)):
+        if tied:
+            wanted, why = "a head of its own", f"fills no tied head of a {architecture}"
+        else:
+            wanted, why = "its embedding as head", f"reads no head of a {architecture}"
+        wanted = f"a model with {wanted} (tie_word_embeddings = {not tied}), as SGLang {why}"
+        raise ConfigError("model.path", str(model), wanted)
 
 
 def unprotected_warning(url: str) -> str:

@@ -68,4 +68,5 @@ def is_tied(model: Path) -> bool:
     """True if the head is the embedding, and need not be among the tensors."""
     config = read_config(model)
     tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
-    return bool(tied)
+    # The hub's Gemmas leave it to transformers' default, which is theirs.
+    return HEAD not in served_shapes(model) if tied is None else bool(tied)
