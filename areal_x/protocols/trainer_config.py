@@ -339,6 +339,13 @@ class TrainerConfig:
     expert_imbalance, experts * sum(share * probability) (arXiv 2101.03961, eq. 4, averaged over
     layers)."""
 
+    balance_rate: float = 0.0
+    """Step of the bias that a mixture's routers choose experts by (e_score_correction_bias of
+    DeepSeek-V3, GLM-4.5 …): each optimizer step adds it for an expert that fewer of the step's
+    trained tokens went through than the mean of its layer's, and subtracts it for one that more
+    went through (auxiliary-loss-free balancing, arXiv 2408.15664; 0.001 in DeepSeek-V3's
+    pretraining). 0 leaves the biases as they were loaded."""
+
     checkpoint: str = "portable"
     """Form of a run's checkpoints: "portable", as Hugging Face stores tensors, readable by every
     backend; "sharded", each device's own part, written while the run continues: faster for large
@@ -356,6 +363,10 @@ class TrainerConfig:
             raise ConfigError("trainer.checkpoint", "sharded", wanted)
         one_of("trainer.remat", self.remat, ("auto", "layers", "attention", "products"))
         at_least("trainer.balance", self.balance, 0)
+        at_least("trainer.balance_rate", self.balance_rate, 0)
+        if self.balance_rate and self.lora.rank:
+            wanted = "0 with lora.rank, as adapters leave routers and their biases as they are"
+            raise ConfigError("trainer.balance_rate", self.balance_rate, wanted)
         one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16", "fp8"))
         one_of("trainer.head", self.head, HEADS)
         positive("trainer.micro_batch_rows", self.micro_batch_rows)

@@ -50,13 +50,13 @@ def rows_of(vocab: int) -> dict[str, Any]:
 
 
 def computed(arch: Architecture, params: Any, partitioner: Partitioner, rows: dict[str, Any]) -> Any:
-    """Hidden states, imbalance, and the gradient of their sums weighted by random numbers."""
+    """Hidden states, the use of experts, and the gradient of their sums weighted by random numbers."""
     counted = (rows["segment_ids"] > 0)[..., None]
     weights = np.random.default_rng(1).normal(size=(*rows["tokens"].shape, arch.hidden)) * counted
 
     def total(params: Any) -> Any:
-        hidden, imbalance = hidden_states(arch, params, partitioner=partitioner, **rows)
-        return jnp.sum(hidden * weights), (hidden * counted, imbalance)
+        hidden, use = hidden_states(arch, params, partitioner=partitioner, **rows)
+        return jnp.sum(hidden * weights), (hidden * counted, use)
 
     return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
 
@@ -71,19 +71,22 @@ def test_stages_compute_what_all_layers_do(name: str, stages: int, shares: int, 
     params = from_tensors(arch, model_dir.read_tensors(directory), str(directory), ONE_DEVICE, jnp.float32)
     rows = rows_of(arch.vocab)
     if arch.experts is not None:
+        rows |= {"trained": np.random.default_rng(2).random((ROWS, LENGTH)) < 0.5}
         rows |= {"recorded": np.stack([recorded(LENGTH, seed, 8, arch.layers) for seed in range(ROWS)])}
     run = partial(computed, arch, params)
-    (_, (expected, _)), of_expected = run(ONE_DEVICE, rows)
-    (_, (hidden, imbalance)), gradient = run(Staged(stages, shares), rows)
+    (_, (expected, whole)), of_expected = run(ONE_DEVICE, rows)
+    (_, (hidden, use)), gradient = run(Staged(stages, shares), rows)
     np.testing.assert_allclose(hidden, expected, atol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), gradient, of_expected)
     if arch.experts is not None:
         of_turns = [
-            (np.count_nonzero(part["segment_ids"]), run(ONE_DEVICE, part)[0][1][1])
+            (np.count_nonzero(part["segment_ids"]), run(ONE_DEVICE, part)[0][1][1].imbalance)
             for part in ({key: x[at] for key, x in rows.items()} for at in turns_of(shares))
         ]
         tokens, of_each = zip(*of_turns, strict=True)
-        assert float(imbalance) == pytest.approx(np.average(of_each, weights=tokens), rel=1e-5)
+        assert float(use.imbalance) == pytest.approx(np.average(of_each, weights=tokens), rel=1e-5)
+        np.testing.assert_array_equal(use.load, whole.load)
+        assert (use.load.sum(-1) == 2 * rows["trained"].sum()).all()
 
 
 def turns_of(shares: int) -> np.ndarray:

@@ -10,6 +10,7 @@ PACKED = FAMILIES + "packed_rows_are_each_sequence_alone_in_transformers_and_fil
 SAMPLED = FAMILIES + "what_is_sampled_with_the_cache_has_the_log_probabilities_of_the_whole_sequence[qwen3_5_text-0]"
 RULE = ("tests/jax/test_delta_rule.py", f"{PACKED}[qwen3_next-0]", SAMPLED)
 ROUTERS = ("tests/jax/test_routers.py",)
+BALANCED = ("tests/test_balanced_routers.py",)
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -150,6 +151,95 @@ MUTANTS: list[Mutant] = [
             "torch: no gradient goes through attention that is kept",
             "next(kept).detach().requires_grad_(learns)",
             "next(kept).detach()",
+        ),
+    ),
+    *planted(
+        "areal_x/protocols/expert_load.py",
+        ("tests/protocols/test_expert_load.py",),
+        (
+            "experts above the mean load gain",
+            "xp.sign(xp.mean(load, axis=-1, keepdims=True) - load)",
+            "xp.sign(load - xp.mean(load, axis=-1, keepdims=True))",
+        ),
+        (
+            "the mean load is that of all layers",
+            "xp.sign(xp.mean(load, axis=-1, keepdims=True) - load)",
+            "xp.sign(xp.mean(load) - load)",
+        ),
+    ),
+    *planted(
+        JAX + "update.py",
+        BALANCED,
+        (
+            "JAX: only the last micro-batch's load counts",
+            "        loads = jax.tree.map(jnp.add, loads, load)",
+            "        loads = load",
+        ),
+        ("JAX: a skipped step moves biases", "jnp.where(finite, moved, bias)", "moved"),
+    ),
+    *planted(
+        JAX + "forward.py",
+        BALANCED,
+        (
+            "JAX: prompts count in the load",
+            "            rows.ends,\n            batch.mask,\n",
+            "            rows.ends,\n",
+        ),
+    ),
+    *planted(
+        JAX + "pipeline.py",
+        ("tests/jax/test_pipeline.py",),
+        (
+            "JAX: turns without rows count in the load",
+            "use.load * has_rows[:, None, None]",
+            "use.load",
+        ),
+    ),
+    *planted(
+        TORCH + "experts.py",
+        BALANCED,
+        (
+            "torch: prompts count in the load",
+            "torch.where(trained[:, None], chosen, count)",
+            "chosen",
+        ),
+        (
+            "torch: of replayed tokens the router's own experts count",
+            "        chosen = torch.where(recorded >= 0, recorded, chosen)\n        weights = weighing.weights(scores, chosen)",
+            "        weights = weighing.weights(scores, torch.where(recorded >= 0, recorded, chosen))",
+        ),
+    ),
+    *planted(
+        TORCH + "sampler.py",
+        BALANCED,
+        (
+            "torch: the sampler keeps the biases that it began with",
+            "in named_tensors(self.model).items():",
+            "in {name: x for name, x in named_tensors(self.model).items() if 'correction' not in name}.items():",
+        ),
+    ),
+    *planted(
+        TORCH + "trainer.py",
+        BALANCED,
+        (
+            "torch: biases are published in the compute precision",
+            "exact = name.endswith(experts.CORRECTION) or not x.is_floating_point()",
+            "exact = not x.is_floating_point()",
+        ),
+        (
+            "torch: a skipped step moves biases",
+            '        finite = np.isfinite([results["loss"], norm]).all()\n',
+            '        finite = np.isfinite([results["loss"], norm]).all()\n'
+            "        experts.move_corrections(self.model, load, self.config.balance_rate * (not finite))\n",
+        ),
+    ),
+    *planted(
+        TORCH + "trainer.py",
+        ("tests/torch/test_processes.py::test_several_processes_learn_what_one_does[stages-experts]",),
+        (
+            "torch: each process moves biases by its own load",
+            "sum_over_tokens(torch.stack(own), self.mesh)",
+            "torch.stack(own)",
         ),
     ),
     *planted(

@@ -153,8 +153,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: the loss is averaged over micro-batches",
-            "            return jnp.sum(micro.weights * terms), (means, logp)",
-            "            return jnp.sum(micro.weights * terms) / count, (means, logp)",
+            "            return jnp.sum(micro.weights * terms), (means, None, logp)",
+            "            return jnp.sum(micro.weights * terms) / count, (means, None, logp)",
         ),
         (
             "JAX: a step whose gradient is not finite is taken",
@@ -163,8 +163,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: only the last micro-batch's gradient counts",
-            "        return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)",
-            "        return (values + value, both), gradient",
+            "        return (values + value, both, loads), jax.tree.map(jnp.add, gradients, gradient)",
+            "        return (values + value, both, loads), gradient",
         ),
     ),
     *planted(

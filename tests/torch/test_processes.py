@@ -148,6 +148,7 @@ def find(folder: Path, processes: int, meshes: Mapping[str, tuple[str, dict[str,
         if "moe" in model:  # how unevenly experts are chosen is said of what is computed at once
             shares = mesh.get("fsdp", 1) * mesh.get("expert", 1)
             more["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
+            more["changes"] |= {"balance_rate": 0.1} if "sigmoid" in model else {}
         asked.append({"name": name, "directory": str(folder / model), "processes": processes, **more, **mesh})
     finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
 

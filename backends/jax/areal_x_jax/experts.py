@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_x.errors import ConfigError
+from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_jax import fp8, routers
 from areal_x_jax.mixtures import Experts
 from areal_x_jax.parameters import Params
@@ -34,6 +37,30 @@ class Routing(NamedTuple):
     chosen: Int[Array, "... per_token"]
     weights: Float[Array, "... per_token"]
     probabilities: Float[Array, "... experts"]
+
+
+class Use(NamedTuple):
+    """How tokens use the experts of a layer; of several layers, each with an axis for them.
+
+    imbalance: see `imbalance`. load: how many of the trained tokens go through each expert.
+    """
+
+    imbalance: Float[Array, "*layers"]
+    load: Float[Array, "*layers experts"]
+
+
+def check_settings(config: TrainerConfig, experts: Experts | None, directory: Path) -> None:
+    """Raises: ConfigError for settings of routers that a directory's model cannot follow."""
+    if config.replay_experts and experts is None:
+        wanted = f"False with {directory}, which has no experts"
+        raise ConfigError("trainer.replay_experts", True, wanted)
+    if config.balance_rate and (experts is None or not experts.router.corrected):
+        lacks = "which has no experts"
+        if experts is not None:
+            lacks = "whose routers have no bias to choose experts by: use trainer.balance"
+        raise ConfigError(
+            "trainer.balance_rate", config.balance_rate, f"0 with {directory}, {lacks}"
+        )
 
 
 def route(
@@ -159,6 +186,13 @@ def clamped(
     gate, up = gate_up[..., ::2], gate_up[..., 1::2]
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(gate * slope)
+
+
+def use(routing: Routing, real: Bool[Array, ...], trained: Bool[Array, ...]) -> Use:
+    """Returns how evenly the real tokens' experts are chosen, and the load by the trained ones."""
+    count = routing.probabilities.shape[-1]
+    hits = jax.nn.one_hot(routing.chosen, count).sum(-2) * trained[..., None]
+    return Use(imbalance(routing, real), hits.reshape(-1, count).sum(0))
 
 
 def imbalance(routing: Routing, counted: Bool[Array, ...]) -> Float[Array, ""]:

@@ -19,6 +19,7 @@ from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax import fp8, head, lora
 from areal_x_jax.architecture import Architecture
+from areal_x_jax.experts import Use
 from areal_x_jax.model import ImageFeatures, head_kernel, hidden_states
 from areal_x_jax.parameters import EXACT, FIXED, Params
 from areal_x_jax.sharding import ROW_AXES, Partitioner
@@ -59,20 +60,20 @@ class Forward:
         rows: Rows,
         entropy: bool = False,
         teacher: Params | None = None,
-    ) -> tuple[Policy, Array | None]:
-        """Returns the head's outputs for a micro-batch, and how unevenly its experts were chosen
-        (None without experts). base: the frozen model, if `params` are adapters."""
+    ) -> tuple[Policy, Use | None]:
+        """Returns the head's outputs for a micro-batch, and how it uses experts (see
+        `model.hidden_states`). base: the frozen model, if `params` are adapters."""
         params = self._with_base(params, base)
         batch, images, cast = rows.batch, rows.images, self._cast(params)
         remat = self._remat(batch, images)
         features = self._image_features(self.arch, cast, images, remat)
-        hidden, imbalance = self._hidden(
+        hidden, use = self._hidden(
             self.arch, cast, rows, features, remat=remat, recorded=batch.experts
         )
         if self.arch.scores:
             before = self.config.head == "value"
             values = head.values(hidden, params["score"], batch.segment_ids, before, batch.parents)
-            return Policy(values=values), imbalance
+            return Policy(values=values), use
         beside = None
         if teacher is not None:
             assert self.teacher_arch is not None
@@ -106,7 +107,7 @@ class Forward:
             kept=batch.kept,
             parents=batch.parents,
         )
-        return Policy(logp=logp, entropy=entropies, divergence=divergence), imbalance
+        return Policy(logp=logp, entropy=entropies, divergence=divergence), use
 
     def outputs(
         self, params: Params, base: Params | None, rows: Rows, count: Array
@@ -181,7 +182,7 @@ class Forward:
         *,
         remat: str,
         recorded: Array | None = None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Use | None]:
         batch = rows.batch
         return hidden_states(
             arch,
@@ -196,6 +197,7 @@ class Forward:
             features,
             rows.until,
             rows.ends,
+            batch.mask,
         )
 
 

@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from areal_x_jax.architecture import STACKS, Architecture
@@ -52,16 +53,16 @@ def layer_runs(kinds: Sequence[Any]) -> list[LayerRun]:
 
 def scan(
     arch: Architecture,
-    step: Callable[[Array, tuple[Params, Any]], tuple[Array, Array | None]],
+    step: Callable[[Array, tuple[Params, Any]], tuple[Array, Any]],
     x: Array,
     layers: Params,
     per_layer: Any,
-) -> tuple[Array, list[Array]]:
+) -> tuple[Array, Any]:
     """Applies all layers to x: `step(x, (a layer's parameters, its entry of per_layer))` returns
-    the next x and a number or None.
+    the next x and a tree of numbers or None.
 
     layers: stacked (see `Leaf.stack`). per_layer: a tree of arrays whose first axis is the layer.
-    Returns x and the numbers of each run's layers that have any.
+    Returns x and the tree with an axis in front, of the layers that have one; None if none has.
     """
     leaves, numbers = layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch)), []
     places = {stack: arch.layers_in(stack) for stack in STACKS}
@@ -78,7 +79,7 @@ def scan(
             lambda x, at=within["layers"], n=run.repeats: _cut(x, at, n), per_layer
         )
 
-        def period(x: Array, of: Any, run: LayerRun = run) -> tuple[Array, list[Array]]:
+        def period(x: Array, of: Any, run: LayerRun = run) -> tuple[Array, list[Any]]:
             stacks, of_layers = of
             outputs = []
             for j in range(run.period):
@@ -103,8 +104,14 @@ def scan(
             return x, outputs
 
         x, outputs = jax.lax.scan(period, x, (stacks, of_layers))
-        numbers += outputs
-    return x, numbers
+        if outputs:
+            numbers.append(jax.tree.map(_in_order, *outputs))
+    return x, jax.tree.map(lambda *runs: jnp.concatenate(runs), *numbers) if numbers else None
+
+
+def _in_order(*of_period: Array) -> Array:
+    """Returns numbers of a period's layers, each with an axis of repeats, in the order of layers."""
+    return jnp.stack(of_period, 1).reshape(-1, *of_period[0].shape[1:])
 
 
 def _layers(run: LayerRun) -> range:

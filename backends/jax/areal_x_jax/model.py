@@ -83,9 +83,11 @@ def hidden_states(
     images: ImageFeatures | None = None,
     until: Int[Array, "rows length"] | None = None,
     ends: Int[Array, "rows runs"] | None = None,
-) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
-    """Returns the head's input for packed rows, and the mean over layers of `experts.imbalance`, or
-    None without experts.
+    trained: Bool[Array, "rows length"] | None = None,
+) -> tuple[Float[Array, "rows length hidden"], experts.Use | None]:
+    """Returns the head's input for packed rows, and how they use experts, None without any: the mean
+    over layers of `experts.imbalance`, and the load of each layer with experts by the `trained`
+    tokens (all but padding for None).
 
     A token attends to those before it in its own segment, or, if sequences share tokens, to those
     whose subtrees it is in. until: where these end (see `dense_attention.Tries`). images: None if no
@@ -110,12 +112,12 @@ def hidden_states(
         scanned: Architecture,
         layers: Params,
         x: Array,
-        of_rows: tuple[Array, Array, Array | None],
+        of_rows: tuple[Array, Array, Array | None, Array],
         per_layer: Any,
         chosen: Array | None,
-    ) -> tuple[Array, list[Array]]:
+    ) -> tuple[Array, experts.Use | None]:
         """Applies the layers of `scanned`, all or those of a stage."""
-        positions, segment_ids, until = of_rows
+        positions, segment_ids, until, trained = of_rows
         # The barrier keeps the compiler from recomputing sines for each head and layer.
         rotations = jax.lax.optimization_barrier(
             position_rotations(arch, positions) if images is None else (images.rotation,)
@@ -125,7 +127,7 @@ def hidden_states(
             arch, positions, segment_ids, tries, implementation, partitioner, ends
         )
 
-        def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
+        def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, experts.Use | None]:
             weights, ((window, rope_index, depth), chosen) = of_layer
             weights = partitioner.gathered(weights, axes)
             weights = fp8.marked(weights) if scanned.fp8 else weights
@@ -138,8 +140,8 @@ def hidden_states(
             x, routing = finish_layer(arch, weights, x, attended, partitioner, chosen)
             if images is not None and depth is not None:
                 x = add_deepstack(x, images, depth)
-            imbalance = None if routing is None else experts.imbalance(routing, segment_ids > 0)
-            return partitioner.constrain(x, "rows", "length", None), imbalance
+            use = None if routing is None else experts.use(routing, segment_ids > 0, trained)
+            return partitioner.constrain(x, "rows", "length", None), use
 
         layer = jax.checkpoint(layer, policy=policy)
         return layer_scan.scan(scanned, layer, x, layers, (per_layer, chosen))
@@ -152,16 +154,18 @@ def hidden_states(
     x = partitioner.constrain(x, "rows", "length", None)
     if until is not None:  # Padding sees itself, so that no softmax is over nothing.
         until = jnp.where(segment_ids > 0, until, jnp.arange(until.shape[1]) + 1)
-    of_rows = positions, segment_ids, until
+    of_rows = positions, segment_ids, until, segment_ids > 0 if trained is None else trained
     depth = None if images is None or images.deepstack is None else np.arange(arch.layers)
     per_layer = np.array(arch.windows), np.array(arch.layer_ropes), depth
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
     of = params["layers"], x, of_rows, per_layer, chosen
     if partitioner.size("stage") == 1:
-        x, imbalance = through(arch, *of)
+        x, use = through(arch, *of)
     else:
-        x, imbalance = pipeline.in_turns(arch, partitioner, through, *of)
-    return head_input(arch, params, x), jnp.concatenate(imbalance).mean() if imbalance else None
+        x, use = pipeline.in_turns(arch, partitioner, through, *of)
+    if use is not None:
+        use = use._replace(imbalance=use.imbalance.mean())
+    return head_input(arch, params, x), use
 
 
 def head_input(arch: Architecture, params: Params, x: Float[Array, "... hidden"]) -> Array:

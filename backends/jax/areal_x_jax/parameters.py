@@ -24,7 +24,8 @@ from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
 
-# Leaves that no step changes: what a router chooses experts by is exact, and stays as it was loaded.
+# Leaves that no optimizer changes: what a router chooses experts by is exact, and moves by
+# trainer.balance_rate alone.
 FIXED = ("router_correction",)
 # Leaves that are fp32 in any compute precision.
 EXACT = ("score", *FIXED)

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_x_jax.architecture import Architecture
+from areal_x_jax.experts import Use
 from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import ROW_AXES, Partitioner
 
-Through = Callable[..., tuple[Array, list[Array]]]
+Through = Callable[..., tuple[Array, Use | None]]
 """`(architecture, layers, x, of_rows, per_layer, chosen)`: applies all layers of an architecture to
 rows, see `in_turns`."""
 
@@ -40,9 +41,9 @@ def in_turns(
     of_rows: Any,
     per_layer: Any,
     chosen: Array | None,
-) -> tuple[Array, list[Array]]:
-    """Returns what `through` does for all layers and rows; of the numbers of layers, their means over
-    the rows of a turn, weighted by tokens.
+) -> tuple[Array, Use | None]:
+    """Returns what `through` does for all layers and rows; each layer's imbalance is its mean over the
+    turns, weighted by tokens.
 
     of_rows: a tree of arrays [rows, …], the second of them the rows' segments. per_layer: a tree of
     arrays [layers, …]. chosen: [layers, rows, …].
@@ -71,21 +72,24 @@ def in_turns(
         at = jnp.clip(own, 0, turns - 1)
         rows = jax.tree.map(lambda a: a[at], of_rows)
         experts = None if chosen is None else jax.vmap(lambda a, i: a[i])(chosen, at)
-        x, numbers = jax.vmap(lambda *of: through(of_stage, *of), spmd_axis_name="stage")(
+        x, use = jax.vmap(lambda *of: through(of_stage, *of), spmd_axis_name="stage")(
             layers, x, rows, per_layer, experts
         )
         x = partitioner.constrain(x, "stages", "rows", "length", None)
-        tokens = (rows[1] > 0).sum(range(1, rows[1].ndim)) * ((own >= 0) & (own < turns))
-        return x, (x[-1], [a * tokens[:, None] for a in numbers], tokens)
+        has_rows = (own >= 0) & (own < turns)
+        tokens = (rows[1] > 0).sum(range(1, rows[1].ndim)) * has_rows
+        if use is not None:
+            use = Use(use.imbalance * tokens[:, None], use.load * has_rows[:, None, None])
+        return x, (x[-1], use, tokens)
 
     nothing = jnp.zeros((stages, *inputs.shape[1:]), x.dtype)
-    _, (outputs, numbers, tokens) = jax.lax.scan(turn, nothing, jnp.arange(turns + stages - 1))
+    _, (outputs, use, tokens) = jax.lax.scan(turn, nothing, jnp.arange(turns + stages - 1))
     outputs = jnp.moveaxis(outputs[stages - 1 :], 0, 1).reshape(x.shape)
-    total = jnp.maximum(tokens.sum(0), 1)[:, None]
-    return (
-        partitioner.constrain(outputs, "rows", "length", None),
-        [(a.sum(0) / total).reshape(-1) for a in numbers],
-    )
+    if use is not None:
+        total = jnp.maximum(tokens.sum(0), 1)[:, None]
+        imbalance, load = use.imbalance.sum(0) / total, use.load.sum(0)
+        use = Use(imbalance.reshape(-1), load.reshape(-1, load.shape[-1]))
+    return partitioner.constrain(outputs, "rows", "length", None), use
 
 
 def stage_architecture(arch: Architecture, stages: int) -> Architecture:

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
-from areal_x_jax import lora
+from areal_x_jax import experts, lora
 from areal_x_jax.architecture import check_sharing, read_architecture
 from areal_x_jax.resting import check_can_rest
 from areal_x_jax.sharding import AXES, Partitioner, check_divisible, sizes_of
@@ -37,10 +36,7 @@ def check(config: TrainerConfig) -> Devices:
     mesh: Any = AbstractMesh(tuple(sizes.values()), AXES)
     directory = Path(str(config.model.path))
     arch = read_architecture(model_dir.read_config(directory), config.head)
-    if config.replay_experts and arch.experts is None:
-        raise ConfigError(
-            "trainer.replay_experts", True, f"False with {directory}, which has no experts"
-        )
+    experts.check_settings(config, arch.experts, directory)
     check_divisible(Partitioner(mesh), arch)
     check_sharing(config.share_prompts, directory, arch)
     lora.trained_architecture(arch, config.lora)

@@ -31,7 +31,7 @@ from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.protocols.tries import subtree_ends
 from areal_x.types import IMAGES, Batch, Loss
-from areal_x_jax import lora, optimizers, resting, sharded_checkpoint
+from areal_x_jax import experts, lora, optimizers, resting, sharded_checkpoint
 from areal_x_jax.architecture import Architecture, check_sharing, read_architecture
 from areal_x_jax.device import (
     compute_in_fp32,
@@ -103,9 +103,7 @@ class Trainer(HuggingFaceTrainer):
         )
         self.arch = replace(arch, fp8=precision == "fp8")
         check_sharing(config.share_prompts, self.directory, self.arch)
-        if config.replay_experts and self.arch.experts is None:
-            wanted = f"False with {self.directory}, which has no experts"
-            raise ConfigError("trainer.replay_experts", True, wanted)
+        experts.check_settings(config, self.arch.experts, self.directory)
         check_divisible(self.partitioner, self.arch)
         self.trained = lora.trained_architecture(self.arch, config.lora)
         self.shardings = parameter_shardings(self.partitioner, self.trained)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from areal_x.protocols.expert_load import bias_step, max_violation
 from areal_x.protocols.trainer import is_max_reduced
 from areal_x.types import Loss, evaluate_loss
 from areal_x_jax.forward import Forward, Rows, micro_batch
@@ -33,11 +34,14 @@ def update_step(
 
     trained: masked tokens of the whole batch. A step whose loss or gradient norm is not finite
     leaves parameters and moments as they are.
+
+    After it the biases that routers choose experts by move by `trainer.balance_rate`, by the load of
+    all micro-batches on all devices: the compiler sums over devices.
     """
 
     def objective(params: Params, of_micro: Rows) -> tuple[Array, Any]:
         micro = of_micro.batch
-        policy, imbalance = forward.policy(params, base, of_micro, forward.config.entropy, teacher)
+        policy, use = forward.policy(params, base, of_micro, forward.config.entropy, teacher)
         terms, metrics = evaluate_loss(loss, policy, micro)
         masked = {name: jnp.where(micro.mask, x, 0) for name, x in metrics.items()}
         means = {
@@ -45,29 +49,32 @@ def update_step(
             for name, x in masked.items()
         }
         logp = None if policy.logp is None else jnp.where(micro.mask, policy.logp, 0)
-        if imbalance is None:
-            return jnp.sum(micro.weights * terms), (means, logp)
-        imbalance = imbalance * jnp.sum(micro.mask) / trained
+        if use is None:
+            return jnp.sum(micro.weights * terms), (means, None, logp)
+        imbalance = use.imbalance * jnp.sum(micro.mask) / trained
         total = jnp.sum(micro.weights * terms) + forward.config.balance * imbalance
-        return total, (means | {"expert_imbalance": imbalance}, logp)
+        return total, (means | {"expert_imbalance": imbalance}, use.load, logp)
 
     differentiate = jax.value_and_grad(objective, has_aux=True)
 
     def add(index: Array, sums: Any) -> Any:
-        (value, (metrics, logp)), gradient = differentiate(params, micro_batch(rows, index))
-        (values, all_metrics), gradients, kept = sums
+        (value, (metrics, load, logp)), gradient = differentiate(params, micro_batch(rows, index))
+        (values, all_metrics, loads), gradients, kept = sums
         both = {
             name: (jnp.maximum if is_max_reduced(name) else jnp.add)(all_metrics[name], x)
             for name, x in metrics.items()
         }
         kept = jax.tree.map(lambda all_logp, x: all_logp.at[index].set(x), kept, logp)
-        return (values + value, both), jax.tree.map(jnp.add, gradients, gradient), kept
+        loads = jax.tree.map(jnp.add, loads, load)
+        return (values + value, both, loads), jax.tree.map(jnp.add, gradients, gradient), kept
 
-    (value, (metrics, logp)), gradient = jax.eval_shape(differentiate, params, micro_batch(rows, 0))
-    kinds = (value, metrics), gradient
+    (value, (metrics, load, logp)), gradient = jax.eval_shape(
+        differentiate, params, micro_batch(rows, 0)
+    )
+    kinds = (value, metrics, load), gradient
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
     kept = jax.tree.map(lambda x: jnp.zeros(rows.batch.tokens.shape, x.dtype), logp)
-    (value, metrics), gradient, kept = jax.lax.fori_loop(0, count, add, (*zeros, kept))
+    (value, metrics, load), gradient, kept = jax.lax.fori_loop(0, count, add, (*zeros, kept))
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(value) & jnp.isfinite(norm)
     updates, new_moments = optimizer.update(gradient, moments, params)
@@ -81,4 +88,11 @@ def update_step(
         keep, (optax.apply_updates(params, updates), new_moments), (params, moments)
     )
     results = {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, **metrics}
+    if load is not None:
+        results["expert_max_violation"] = max_violation(load)
+        if rate := forward.config.balance_rate:
+            bias = params["layers"]["router_correction"]
+            moved = bias + bias_step(load, rate).reshape(bias.shape)
+            layers = params["layers"] | {"router_correction": jnp.where(finite, moved, bias)}
+            params = params | {"layers": layers}
     return params, moments, results, kept

@@ -58,20 +58,20 @@ def gather(x: Tensor) -> Tensor:
 
 def gather_each(
     tensors: Iterable[tuple[str, Stored]],
-    as_: Callable[[Tensor], Tensor] = lambda x: x,
+    as_: Callable[[str, Tensor], Tensor] = lambda _, x: x,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors, one after another; a tensor of which neighbours are views is
-    gathered once. as_: applied to each before it is gathered."""
+    gathered once. as_: applied to each, with its name, before it is gathered."""
     last: DTensor | None = None
     for name, x in tensors:
         if isinstance(x, ShardedView):
             if last is not x.of:
-                last, whole = x.of, gather(as_(x.of)).contiguous()
+                last, whole = x.of, gather(as_(name, x.of)).contiguous()
             yield name, x.view(whole)
         elif isinstance(x, Joined):
-            yield name, x.view(gather(as_(x.of)))
+            yield name, x.view(gather(as_(name, x.of)))
         else:
-            yield name, gather(as_(x))
+            yield name, gather(as_(name, x))
 
 
 def own_part(whole: Tensor, of: Tensor) -> Tensor:

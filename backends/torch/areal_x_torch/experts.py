@@ -21,7 +21,7 @@ run like their first pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from areal_x.errors import ConfigError
+from areal_x.protocols.expert_load import bias_step
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch.collectives import AllToAll, CopyToGroup, SumOverGroup
 from areal_x_torch.dtensors import local, mesh_of
@@ -49,6 +50,7 @@ from areal_x_torch.dummy_model import randomised
 EXPERTS = "areal_x_grouped"
 UNKNOWN = "neither by a softmax nor by sigmoids of their logits"
 IN_LAYER = re.compile(r"\.(\d+)\.")  # in names such as "model.layers.3.mlp.gate"
+CORRECTION = "e_score_correction_bias"  # the bias that a router chooses experts by
 
 
 # ---- products
@@ -253,28 +255,34 @@ class Routers(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of the experts chosen in each routed layer and sums of their probabilities, over
-    tokens."""
+    """Counts of the experts chosen in each routed layer and sums of their probabilities, over a
+    micro-batch's tokens. load: counts over the trained ones, of all micro-batches of a step."""
 
     hits: dict[int, Float32[Tensor, " experts"]]
     probabilities: dict[int, Float32[Tensor, " experts"]]
+    load: dict[int, Float32[Tensor, " experts"]]
 
     @staticmethod
-    def of(routers: Routers, device: torch.device) -> Tally:
+    def of(routers: Routers, load: dict[int, Tensor], device: torch.device) -> Tally:
         none = torch.zeros(routers.count, device=device)
-        return Tally(
-            dict.fromkeys(routers.routing_scope, none), dict.fromkeys(routers.routing_scope, none)
-        )
+        hits, probabilities = (dict.fromkeys(routers.routing_scope, none) for _ in range(2))
+        return Tally(hits, probabilities, load)
 
     def add(
         self,
         layer: int,
         chosen: Int[Tensor, "tokens per_token"],
         probabilities: Float[Tensor, "tokens experts"],
+        trained: Bool[Tensor, " tokens"],
     ) -> None:
-        hits = torch.bincount(chosen.reshape(-1), minlength=probabilities.shape[1])
+        count = probabilities.shape[1]
+        hits = torch.bincount(chosen.reshape(-1), minlength=count)
         self.hits[layer] = self.hits[layer] + hits
         self.probabilities[layer] = self.probabilities[layer] + probabilities.sum(0)
+        # Not by weights, which CUDA would add in any order.
+        counted = torch.where(trained[:, None], chosen, count).reshape(-1)
+        load = torch.bincount(counted, minlength=count + 1)[:count]
+        self.load[layer] = self.load.get(layer, 0) + load.float()
 
     def imbalance(self, tokens: int, over_all: Callable[[Tensor], Tensor]) -> Float32[Tensor, ""]:
         """Returns experts · Σ f · p, where f is the share of tokens routed to an expert and p its
@@ -292,12 +300,12 @@ class Tally:
 @dataclass(frozen=True)
 class Routing:
     """What routers do in one pass through a model. recorded: the experts that an engine chose for
-    each token, -1 if it recorded none; None lets them choose. tally: counts the first `real_tokens`
-    tokens."""
+    each token, -1 if it recorded none; None lets them choose. tally: counts the first tokens, those
+    that are not padding. trained: of these, the ones that the loss is of."""
 
     recorded: Int[Tensor, "tokens layers per_token"] | None
     tally: Tally | None
-    real_tokens: int
+    trained: Bool[Tensor, " real_tokens"]
 
 
 _running: ContextVar[Routing | None] = ContextVar("routing", default=None)
@@ -337,13 +345,21 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
     weighing = {n: weighing_of(randomised(deepcopy(router))) for n, router in found.items()}
     if not found or None in weighing.values():
         mixed = bool(found) or any(is_experts(module) for module in model.modules())
+        lacks = f"whose routers weigh experts {UNKNOWN}" if mixed else "which has no experts"
         if config.replay_experts:
-            lacks = f"whose routers weigh experts {UNKNOWN}" if mixed else "which has no experts"
             raise ConfigError("trainer.replay_experts", True, f"False with {directory}, {lacks}")
+        if config.balance_rate:
+            raise ConfigError(
+                "trainer.balance_rate", config.balance_rate, f"0 with {directory}, {lacks}"
+            )
         if config.balance and mixed:
-            wanted = f"0 with {directory}, whose routers weigh experts {UNKNOWN}"
-            raise ConfigError("trainer.balance", config.balance, wanted)
+            raise ConfigError("trainer.balance", config.balance, f"0 with {directory}, {lacks}")
         return None
+    if config.balance_rate and not corrections(model):
+        lacks = "whose routers have no bias to choose experts by: use trainer.balance"
+        raise ConfigError(
+            "trainer.balance_rate", config.balance_rate, f"0 with {directory}, {lacks}"
+        )
     for n, router in found.items():
         router.register_forward_hook(partial(_route, n, weighing[n]))
     with torch.no_grad():
@@ -355,6 +371,26 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
         logits.shape[1],
         tuple(found),
     )
+
+
+def corrections(model: nn.Module) -> dict[int, Tensor]:
+    """Returns the biases that routers choose experts by, by the numbers of their layers."""
+    return {
+        int(number[1]): bias
+        for name, bias in model.named_buffers()
+        if name.endswith(CORRECTION) and (number := IN_LAYER.search(name))
+    }
+
+
+@torch.no_grad()
+def move_corrections(
+    model: nn.Module, load: Mapping[int, Float32[Tensor, " experts"]], rate: float
+) -> None:
+    """Moves these biases by one step, see `bias_step`. load: of a step, over all processes; empty
+    for a step without rows."""
+    biases = corrections(model)
+    for layer in biases.keys() & load.keys():
+        biases[layer] += bias_step(load[layer][None], rate).view_as(biases[layer])
 
 
 def weighing_of(router: nn.Module) -> Weighing | None:
@@ -404,6 +440,7 @@ def _route(
         chosen = torch.where(recorded >= 0, recorded, chosen)
         weights = weighing.weights(scores, chosen).to(weights.dtype)
     if routing.tally is not None:
-        probabilities = weighing.probabilities(scores[: routing.real_tokens])
-        routing.tally.add(layer, chosen[: routing.real_tokens], probabilities)
+        real = slice(len(routing.trained))
+        probabilities = weighing.probabilities(scores[real])
+        routing.tally.add(layer, chosen[real], probabilities, routing.trained)
     return logits, weights, chosen

@@ -237,7 +237,8 @@ class Forward:
         recorded = None
         if packed.experts is not None:
             recorded = to_tensor(flat.take(packed.experts)[own], self.device)
-        routing = experts.Routing(recorded, tally, flat.real_tokens(own))
+        trained = flat.take(packed.mask)[own][: flat.real_tokens(own)]
+        routing = experts.Routing(recorded, tally, to_tensor(trained, self.device))
         return model.PackedRow(tokens, to_tensor(positions, self.device), segments, images, routing)
 
     def _hidden(

@@ -33,11 +33,10 @@ from areal_x.hf import model_dir
 from areal_x.hf.model_parts import with_parts
 from areal_x_torch import compatibility
 from areal_x_torch.dtensors import Joined, ShardedView, Stored, local, own_part
-from areal_x_torch.experts import is_experts
+from areal_x_torch.experts import CORRECTION, is_experts
 from areal_x_torch.images import TEXT_OF, VISION_MODELS, sees
 from areal_x_torch.model import (
     ADAPTER,
-    CORRECTION,
     SCORE,
     as_saved,
     decoder,
@@ -127,10 +126,14 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     # transformers gives the padding token's embedding no gradient. Here padding never counts, so the
     # token is like any other.
     model.get_input_embeddings().padding_idx = None
-    # What corrects a router's choice has no gradient, and would decay: ERNIE 4.5 has it as a parameter.
-    for name, parameter in model.named_parameters():
-        if name.endswith(CORRECTION):
-            parameter.requires_grad_(False)
+    # What corrects a router's choice is no parameter, though ERNIE 4.5 has it as one: it would decay,
+    # and be sharded and rounded to the compute precision with the others.
+    for name, parameter in list(model.named_parameters()):
+        place, _, own = name.rpartition(".")
+        if own == CORRECTION:
+            module = model.get_submodule(place)
+            delattr(module, own)
+            module.register_buffer(own, parameter.detach())
     if has_vision(model) and not sees(model.config):
         freeze_beside(model)
     compatibility.prepare(model, directory)

@@ -22,7 +22,6 @@ from areal_x_torch.experts import Routing, routing_scope
 from areal_x_torch.images import RowImages, embed_images, sees
 
 SCORE = "score.weight"  # a sequence classifier's head
-CORRECTION = "e_score_correction_bias"  # of what a router's choice is made by
 # Suffixes of the names of adapters beside a frozen model's own tensors.
 ADAPTER = ".lora_A.weight", ".lora_B.weight"
 

@@ -347,7 +347,7 @@ class Pipeline:
         self,
         own: Mapping[str, Stored],
         device: torch.device,
-        as_: Callable[[Tensor], Tensor] = lambda x: x,
+        as_: Callable[[str, Tensor], Tensor] = lambda _, x: x,
         values: Iterable[tuple[str, Stored]] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the whole tensors of all stages on the device, one after another, in the order of the
@@ -360,7 +360,7 @@ class Pipeline:
         described = {}
         for name, x in own.items():
             of = x.of if isinstance(x, ShardedView | Joined) else x
-            described[name] = x.shape, as_(torch.empty(0, dtype=of.dtype)).dtype
+            described[name] = x.shape, as_(name, torch.empty(0, dtype=of.dtype)).dtype
         owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         for stage, of_stage in enumerate(self.stages.all_of(described)):
             for name, (shape, dtype) in of_stage.items():

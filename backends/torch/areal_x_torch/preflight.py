@@ -11,7 +11,7 @@ import torch
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
-from areal_x_torch import attention, loading, lora, rope
+from areal_x_torch import attention, experts, loading, lora, rope
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.images import check_sharing, sees
@@ -37,6 +37,7 @@ def check(config: TrainerConfig) -> Devices:
     if config.mesh.stage > 1:
         names_of(model, config.mesh.stage)
         check_adapters(model, config)
+    experts.hook_routers(model, config, directory)
     built = model.config
     check_sharing(config.share_prompts, directory, built)
     rope.check_length("train.row_length", config.row_length, built, directory)

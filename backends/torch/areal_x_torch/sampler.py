@@ -32,7 +32,7 @@ from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
 from areal_x_torch.images import sees
 from areal_x_torch.kv_cache import ATTENTION, Cache, PrefillCache, layers_of
-from areal_x_torch.model import as_saved, decoder, has_vision
+from areal_x_torch.model import decoder, has_vision, named_tensors
 from areal_x_torch.sampling import RowSampling, sample, uniform
 
 CHUNK = 512  # columns of a prefill: bounds the memory of long prompts
@@ -152,7 +152,7 @@ class Sampler(Lanes):
 
     @torch.inference_mode()
     def _copy_in(self, snapshot: Mapping[str, Tensor]) -> list[None]:
-        for name, x in as_saved(self.model, dict(self.model.named_parameters())).items():
+        for name, x in named_tensors(self.model).items():
             assert isinstance(x, Tensor)
             x.copy_(snapshot[name])
         fp8.round_weights(self.model)

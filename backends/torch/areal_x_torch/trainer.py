@@ -24,6 +24,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
+from areal_x.protocols.expert_load import max_violation
 from areal_x.protocols.shares import Shares, blank_row, own_rows
 from areal_x.protocols.trainer import Mine, Wait, is_max_reduced
 from areal_x.protocols.trainer_config import TrainerConfig
@@ -163,6 +164,7 @@ class Trainer(HuggingFaceTrainer):
             self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
         self._step_logp: list[Tensor | None] = []  # of each micro-batch
+        self._step_load: dict[int, Tensor] = {}  # of each layer with experts, see `experts.Tally`
         self._step_rows = np.arange(0)
         self._step_shape = 0, 0
 
@@ -192,7 +194,7 @@ class Trainer(HuggingFaceTrainer):
         zero = partial(torch.zeros, (), device=self.device)
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         largest: dict[str, Tensor] = defaultdict(zero)
-        self._step_logp = []
+        self._step_logp, self._step_load = [], {}
         if self.pipeline is not None:
             self._backward_in_stages(self.pipeline, loss, rows, whole, sums, largest)
         else:
@@ -205,6 +207,12 @@ class Trainer(HuggingFaceTrainer):
                     total.backward()
                 self._step_logp.append(logp)
         largest = max_over_rows(largest, self.mesh)
+        load = self._load_of_all()
+        if self.routers is not None:
+            sums["expert_max_violation"] = zero()
+            if load and self.share == 0:  # all shares have the same load
+                part = len(load) / len(self.routers.routing_scope)
+                sums["expert_max_violation"] += part * max_violation(torch.stack([*load.values()]))
         totals = sum_over_stages(torch.stack(list(sums.values())), self.mesh)
         metrics = dict(zip(sums, totals, strict=True)) | largest
         for p in self.model.parameters():
@@ -221,6 +229,8 @@ class Trainer(HuggingFaceTrainer):
         finite = np.isfinite([results["loss"], norm]).all()
         if finite:
             self.optimizer.step()
+            if self.config.balance_rate:
+                experts.move_corrections(self.model, load, self.config.balance_rate)
         else:  # the optimizer's counts are the version, and a skipped step is one too
             for state in self.optimizer.state.values():
                 state["step"] += 1
@@ -266,6 +276,14 @@ class Trainer(HuggingFaceTrainer):
                 largest[name] = largest[name]  # every process has the same names
         return total, None if policy.logp is None else policy.logp.detach()
 
+    def _load_of_all(self) -> dict[int, Tensor]:
+        """Returns the load of each of this process's layers with experts, over all processes; none
+        for a model without routers."""
+        if not self._step_load:
+            return {}
+        layers, own = zip(*sorted(self._step_load.items()), strict=True)
+        return dict(zip(layers, sum_over_tokens(torch.stack(own), self.mesh), strict=True))
+
     def _tally(self, chunk: Chunk | None) -> experts.Tally | None:
         """Returns the counts of this model's routers, or a chunk's, of which there are none yet; None
         if it has no routers."""
@@ -274,7 +292,7 @@ class Trainer(HuggingFaceTrainer):
             routers = routers.within(chunk.layers)
         if routers is None or not routers.routing_scope:
             return None
-        return experts.Tally.of(routers, self.device)
+        return experts.Tally.of(routers, self._step_load, self.device)
 
     def _balance(
         self, tally: experts.Tally, whole: MicroBatches, index: int, sums: dict[str, Tensor]
@@ -344,10 +362,16 @@ class Trainer(HuggingFaceTrainer):
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of `weights` on this process's device. Tensors that are neither cast
         nor gathered are the model's own. With all transports but "files": experimental."""
-        for name, x in self._merged(lambda x: x.to(self.dtype) if x.is_floating_point() else x):
+        for name, x in self._merged(lambda name, x: x.to(self._published_dtype(name, x))):
             yield name, x.to(self.device)
 
-    def _merged(self, as_: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _published_dtype(self, name: str, x: Tensor) -> torch.dtype:
+        """Returns the compute precision, but for what a router chooses by, which is exact, and for
+        what is no number."""
+        exact = name.endswith(experts.CORRECTION) or not x.is_floating_point()
+        return x.dtype if exact else self.dtype
+
+    def _merged(self, as_: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the whole tensors of the plain model, as `dtensors.gather_each` does."""
         if self.pipeline is None:
             yield from gather_each(lora.merged(self.model), as_)
@@ -402,7 +426,7 @@ class Trainer(HuggingFaceTrainer):
 
     def snapshot(self) -> dict[str, Tensor]:
         self.need_head("snapshot", "policy")
-        copied = self._merged(lambda x: x.to(self.dtype, copy=True))
+        copied = self._merged(lambda name, x: x.to(self._published_dtype(name, x), copy=True))
         copied = ((name, x.to(self.device)) for name, x in copied)
         # All processes gather it; the first one, which has the sampler, keeps it.
         return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
