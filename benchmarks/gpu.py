@@ -1,6 +1,7 @@
 """Both backends on an accelerator: the share of peak FLOPs of a training step, the sampler's throughput, and a profile.
 
     python benchmarks/gpu.py                              # Qwen2.5's 0.5B and 1.5B shapes, random weights, bf16
+    python benchmarks/gpu.py --models --layers-of "Qwen3-30B-A3B, 4 layers" "gpt-oss-20b, 2 layers" --rows 8 --slots 0
     python benchmarks/gpu.py --points 0.6B-16k 0.6B-64k 4B-lora-64k --models    # whole sequences in Qwen3's shapes
     python benchmarks/gpu.py --models tiny --tokens 2048 --row-length 256 --slots 8 --drawn 32      # anywhere
 
@@ -12,11 +13,10 @@ Each backend has a process of its own, one after the other.
 
 A step is a clipped policy update on packed rows (`--row-length`), full of sequences of long-tailed lengths, with AdamW in fp32;
 `--rows` of them are computed at once. The best and the median of `--steps` steps after two that compile and warm up. FLOPs are
-counted as in benchmarks/update.py: 6 per token and parameter in a product (4 if it is frozen, in a model with adapters: it
-needs no gradient of its own, and adapters are too small to count), and attention's causal half within sequences; recomputation
-does not count. The column 6N counts 6 per token and parameter in a product for all models, and no attention. The peak is the
-device's own by name (dense bf16), or that of `--peak`; it is shown beside the fastest of several products of two large random
-matrices in the compute precision, measured in the same process.
+counted as benchmarks/shapes.py does (4 instead of 6 per token and parameter in a product if it is frozen, in a model with
+adapters: it needs no gradient of its own, and adapters are too small to count). The column 6N counts 6 per token and parameter
+in a product for all models, and no attention. The peak is the device's own by name (dense bf16), or that of `--peak`; beside it
+is the fastest of several products of two large random matrices in the compute precision, measured in the same process.
 
 Measured figures, and which of these claims are not reached or not measured: benchmarks/README.md, "On an accelerator".
 
@@ -54,7 +54,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
-from update import flops_of, packed
+from shapes import LARGE, flops_of, parameters_in_products
+from update import packed
 
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import token_mean
@@ -218,7 +219,7 @@ def main() -> None:
     lines = ["| model | tokens | s a step, best | median | tokens/s | of the peak | of measured products | 6N | peak memory |"]
     lines.append("|---" * 9 + "|")
     rest = []
-    for name in [*args.points, *args.models]:
+    for name in [*args.points, *args.models, *args.layers_of]:
         with tempfile.TemporaryDirectory() as directory:
             trainer, batch, shape, flops, of_six = prepare(args, name, Path(directory))
             seconds = timed(trainer, of, batch, args)
@@ -248,6 +249,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=("jax", "torch"), default=["jax", "torch"])
     parser.add_argument("--in-process", choices=("jax", "torch"), help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=["0.5B", "1.5B"])
+    parser.add_argument("--layers-of", nargs="*", choices=LARGE, default=[], help="a few layers of other families' models")
     parser.add_argument("--points", nargs="*", choices=POINTS, default=[], help="whole sequences")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens a step, about")
     parser.add_argument("--row-length", type=int, default=2048)
@@ -274,7 +276,7 @@ def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Train
         model, length, rank = POINTS[name]
         rows, lengths = 1, [length]
     else:
-        model, length, rank = MODELS[name], args.row_length, 0
+        model, length, rank = (MODELS | LARGE)[name], args.row_length, 0
         rows = args.rows
         lengths = [part for _ in range(max(args.tokens // length, 1)) for part in cut(length, rng)]
     config = TrainerConfig(
@@ -291,7 +293,7 @@ def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Train
     proximal_logp = np.full(batch.shape, -np.log(shape.vocab), np.float32)  # about what a random model gives
     batch = batch.replace(advantages=np.ones(batch.shape, np.float32), proximal_logp=proximal_logp)
     tokens, of_step = sum(lengths), flops_of(shape, np.array(lengths))
-    without_attention = flops_of(shape, np.ones(tokens))
+    without_attention = 6 * parameters_in_products(shape) * tokens
     if rank:  # the frozen kernels' own gradients are not computed; an adapter's are too few to count
         of_step -= without_attention / 3
     return trainer, batch, shape, of_step, without_attention

@@ -2,24 +2,25 @@
 
     python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
     python benchmarks/update.py --tunix-python /tmp/tunix/bin/python
+    python benchmarks/update.py --families mixture latent gpt-oss hybrid hybrid-mixture
 
 Claim: ours, with JAX and with torch, trains on more real tokens per second than either.
 
-The work: supervised steps of a random Qwen3 of 26M parameters (hidden 384, 8 layers, 6 heads of 64 that share 2 key-value
-heads, intermediate 1,152, vocabulary 32,000, tied) in fp32, each with forward and backward pass, clipping of the gradient's
-norm and AdamW, on the same 16 sequences of long-tailed lengths: 250 tokens on average and at most 1,024, about 4,000 in all.
-The loss is the mean over all tokens except each sequence's first; all implementations' losses before the first step are
-compared.
+The work: supervised steps of a random model of each of `--families` in fp32 (benchmarks/shapes.py; by default a Qwen3 of 26M
+parameters: hidden 384, 8 layers, 6 heads of 64 that share 2 key-value heads, intermediate 1,152, vocabulary 32,000, tied), each
+with forward and backward pass, clipping of the gradient's norm and AdamW, on the same 16 sequences of long-tailed lengths: 250
+tokens on average and at most 1,024, about 4,000 in all. The loss is the mean over all tokens except each sequence's first; all
+implementations' losses before the first step are compared.
 
 Ours packs the sequences into rows of 1,024 (`--jax`, `--torch`: rows at once on a device, each value in its own process;
 `--devices`: number of devices into which XLA splits the CPU, each in its own process). transformers computes them one by one,
-without padding, with its own (SDPA) attention, and accumulates gradients. Tunix trains on our rows with a mask within segments.
+without padding, with the attention that it chooses (SDPA, or eager with sinks), and accumulates gradients. Tunix trains on our
+rows with a mask within segments; it has the default family only.
 
 Method: one process each (benchmarks/peers), compiled and warmed up, then alternating, `--rounds` times `--steps` steps; while
 one works the others are stopped. A value is the mean of a round's steps; the table shows median, minimum and maximum of the
-rounds. The machine's peak is the fastest of several products of two fp32 matrices by JAX, also alternating. FLOPs are counted,
-not measured: 6 per token for each parameter in a product (the tied embedding counts in the head), and attention's causal half
-within sequences; recomputation in a backward pass does not count.
+rounds. The machine's peak is the fastest of several products of two fp32 matrices by JAX, also alternating. FLOPs are counted
+as benchmarks/shapes.py does.
 """
 
 from __future__ import annotations
@@ -40,36 +41,18 @@ import numpy as np
 from peers import wire
 from peers.wire import Worker
 from safetensors.numpy import save_file
+from shapes import DENSE as CONFIG
+from shapes import SMALL, flops_of, parameters_of
 
 from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.packing import pack
 from areal_x.types import Batch, Trajectory
-from areal_x_jax.architecture import Architecture, read_architecture
+from areal_x_jax.architecture import read_architecture
 from areal_x_jax.parameters import parameter_shapes
 from areal_x_jax.weights import to_tensors
 
 PEERS = Path(__file__).parent / "peers"
 ROW_LENGTH = 1024
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 384,
-    "intermediate_size": 1152,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": ROW_LENGTH,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,  # the only value that Tunix 0.1.7 uses, whatever its config contains
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "dtype": "float32",
-}
 
 
 def write_random(directory: Path, config: dict[str, Any], seed: int = 0) -> Path:
@@ -102,14 +85,6 @@ def draw_sequences(vocabulary: int, count: int, mean: int) -> list[list[int]]:
     return [rng.integers(0, vocabulary, length).tolist() for length in rng.permutation(lengths)]
 
 
-def flops_of(shape: Architecture, lengths: np.ndarray) -> float:
-    """FLOPs of one step."""
-    leaves = jax.tree.leaves(parameter_shapes(shape)["layers"])
-    in_products = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 2) + shape.hidden * shape.vocab
-    attention = 6 * shape.layers * shape.heads * shape.head_dim * float(np.sum(lengths.astype(float) ** 2))
-    return 6 * in_products * float(lengths.sum()) + attention
-
-
 def peak_flops(size: int = 3072, tries: int = 5, dtype: Any = jnp.float32) -> float:
     """FLOPs per second of the fastest product of two matrices."""
     x = jnp.ones((size, size), dtype)
@@ -125,12 +100,20 @@ def peak_flops(size: int = 3072, tries: int = 5, dtype: Any = jnp.float32) -> fl
 
 def main() -> None:
     args = parse_arguments()
-    shape = read_architecture(CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary})
+    for family in args.families:
+        measure(args, family)
+
+
+def measure(args: argparse.Namespace, family: str) -> None:
+    """Prints the table of one family."""
+    config = SMALL[family] | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}
+    shape = read_architecture(config)
+    print(f"\n{family}: {config['model_type']}, {parameters_of(shape) / 1e6:.0f}M parameters")
     sequences = draw_sequences(args.vocabulary, args.sequences, args.mean_length)
     lengths = np.array([len(tokens) for tokens in sequences])
     print(f"{len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens, {lengths.sum():,} in all", file=sys.stderr)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as running:
-        workers = start(args, Path(directory), sequences, running)
+        workers = start(args, config, Path(directory), sequences, running)
         first = {worker.name: worker.ask(steps=1)["loss"] for worker in workers}
         print(f"losses before the first step: {first}", file=sys.stderr)
         np.testing.assert_allclose(list(first.values()), next(iter(first.values())), rtol=1e-4)
@@ -149,6 +132,8 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=SMALL, default=["dense"])
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="measures ours alone")
     parser.add_argument("--tunix-python", help="the python of an environment with Tunix; without it Tunix is left out")
     parser.add_argument("--jax", type=int, nargs="*", default=[1], metavar="ROWS", help="micro_batch_rows of ours with JAX")
     parser.add_argument("--torch", type=int, nargs="*", default=[1], metavar="ROWS", help="micro_batch_rows of ours with torch")
@@ -163,9 +148,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]], running: ExitStack) -> list[Worker]:
+def start(
+    args: argparse.Namespace, config: dict[str, Any], directory: Path, sequences: list[list[int]], running: ExitStack
+) -> list[Worker]:
     """Starts the selected workers."""
-    model = str(write_random(directory / "model", CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}))
+    model = str(write_random(directory / "model", config))
     data = directory / "sequences.json"
     data.write_text(json.dumps(sequences))
     rows = directory / "rows.npz"
@@ -180,8 +167,9 @@ def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]],
         ]
         for backend, rows, devices in ours
     }
-    commands["transformers"] = [sys.executable, str(PEERS / "hf_sft.py"), model, str(data)]
-    if args.tunix_python:
+    if args.peers:
+        commands["transformers"] = [sys.executable, str(PEERS / "hf_sft.py"), model, str(data)]
+    if args.tunix_python and config["model_type"] == "qwen3":
         commands["tunix"] = [args.tunix_python, str(PEERS / "tunix_sft.py"), model, str(rows)]
     return wire.start(commands, directory, running)
 
