@@ -22,8 +22,10 @@ from jax.experimental import multihost_utils
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import pack
+from areal_x.hf.model_dir import read_config
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Trajectory
+from areal_x_jax.architecture import read_architecture
 from areal_x_jax.trainer import Trainer
 from tests.anchored import ANCHORED
 from tests.conftest import python_with
@@ -60,6 +62,8 @@ def batch_of(vocab: int, seed: int, images: bool = False) -> Batch:
 def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None) -> dict[str, Any]:
     """Losses and gradient norms of UPDATES steps, then log-probabilities, how many programs the steps took, and how much of the
     parameters lies on the first device."""
+    experts = read_architecture(read_config(directory)).experts
+    corrected = experts is not None and experts.router.corrected
     at_once = ROWS // 2 // np.prod([mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")], dtype=int)
     trainer = Trainer(
         TrainerConfig(
@@ -69,6 +73,7 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
             lora=lora or LoRAConfig(),
             micro_batch_rows=max(int(at_once), 1),
             head_chunk=32,
+            balance_rate=0.01 if corrected else 0.0,
         )
     )
     of_model = partial(batch_of, trainer.arch.vocab, images=trainer.arch.vision is not None)
@@ -91,6 +96,7 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
     return {
         "loss": [row["loss"] for row in learned],
         "grad_norm": [row["grad_norm"] for row in learned],
+        "violation": [row.get("expert_max_violation", 0.0) for row in learned],
         "logp": logp.tolist(),
         "programs": trainer.programs,
         "share": here,

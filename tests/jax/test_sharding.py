@@ -43,6 +43,7 @@ def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_betwe
     for mesh, found in zip(MESHES[name], others, strict=True):
         np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-5, atol=1e-6, err_msg=str(mesh))
         np.testing.assert_allclose(found["grad_norm"], alone["grad_norm"], rtol=1e-4, err_msg=str(mesh))
+        np.testing.assert_allclose(found["violation"], alone["violation"], atol=1e-6, err_msg=str(mesh))
         np.testing.assert_allclose(found["logp"], alone["logp"], atol=1e-4, err_msg=str(mesh))
         assert found["programs"] == 1
         assert found["share"] < SHARE[name]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax import experts, fp8, layer_scan, pipeline
 from areal_x_jax.architecture import Architecture
