@@ -124,19 +124,17 @@ def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -
     "attention" also what every layer's attention reads and gives."""
     trainer = settings.trainer
     tokens = trainer.micro_batch_rows * settings.row_length / trainer.mesh.context
-    hidden, layers, inner = (
-        config["hidden_size"],
-        config["num_hidden_layers"],
-        config.get("intermediate_size", 0),
-    )
+    hidden, inner = config["hidden_size"], config.get("intermediate_size", 0)
     heads = config["num_attention_heads"]
-    query = heads * (sum(latent_widths(config)) or config.get("head_dim") or hidden // heads)
-    outputs = 2 * hidden + query + cached_features(config) + 2 * inner
-    of_each = {"layers": hidden, "attention": hidden + 2 * query + cached_features(config)}
-    # With "products" as with "auto" no layer's are left out.
-    beside = outputs if trainer.remat in of_each else 0
-    kept = layers * of_each.get(trainer.remat, hidden + outputs) + beside
-    return float(tokens * kept * item)
+    kept = largest = 0
+    for layer in layers_of(config):
+        query = heads * (sum(latent_widths(layer)) or layer.get("head_dim") or hidden // heads)
+        outputs = 2 * hidden + query + cached_features(layer) + 2 * inner
+        of_each = {"layers": hidden, "attention": hidden + 2 * query + cached_features(layer)}
+        kept += of_each.get(trainer.remat, hidden + outputs)
+        # With "products" as with "auto" no layer's are left out.
+        largest = max(largest, outputs if trainer.remat in of_each else 0)
+    return float(tokens * (kept + largest) * item)
 
 
 def engine_bytes(settings: Settings, model: Model, devices: Devices, item: int) -> float:
@@ -153,6 +151,12 @@ def engine_bytes(settings: Settings, model: Model, devices: Devices, item: int) 
         copies = config.servers * config.data
         return copies * model.parameters * item + config.workers * 1e9
     return gpu_share(config.arguments, config.binding) * devices.memory
+
+
+def layers_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the config of each layer, as those of some models have heads of other sizes."""
+    own = {int(layer): fields for layer, fields in (config.get("per_layer_config") or {}).items()}
+    return [{**config, **own.get(layer, {})} for layer in range(config["num_hidden_layers"])]
 
 
 def cached_features(config: Mapping[str, Any]) -> int:
@@ -174,14 +178,15 @@ def latent_widths(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
-    """Keys and values of all slots, and the states in fp32 of gated delta rule layers, which have
-    none."""
-    layers = config["num_hidden_layers"]
-    recurrent = [*(config.get("layer_types") or ())][:layers].count("linear_attention")
+    """Keys and values of all slots, but for layers that share those of others, and the states in fp32
+    of gated delta rule layers, which have none."""
+    layers = layers_of(config)[: -(config.get("num_kv_shared_layers") or 0) or None]
+    recurrent = [*(config.get("layer_types") or ())][: len(layers)].count("linear_attention")
     widths = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
     of_states = 4 * recurrent * prod(config.get(width, 0) for width in widths)
     context = settings.embedded.context or settings.row_length
-    of_tokens = context * (layers - recurrent) * cached_features(config) * item
+    features = sum(map(cached_features, layers[recurrent:]))
+    of_tokens = context * features * item
     return float(settings.embedded.slots * (of_tokens + of_states))
 
 

@@ -483,6 +483,14 @@ def test_a_delta_rule_has_a_state_for_each_slot_in_place_of_keys_and_values(expe
     assert memory.estimate(run, hybrid, GPU).engine == 2e9 + 3 * (1024 * 7 * 2 * (2 * 128) * 2 + 21 * 32 * 128 * 96 * 4)
 
 
+def test_heads_of_other_sizes_count_where_they_are_and_shared_keys_once(experiment: Experiment) -> None:
+    run = replace(experiment, embedded=EmbeddedConfig(slots=3), row_length=1024)
+    full = {str(layer): {"head_dim": 512, "num_key_value_heads": 1} for layer in (6, 13, 20, 27)}
+    changes = {"per_layer_config": full, "num_kv_shared_layers": 14}
+    varied = SimpleNamespace(parameters=10**9, config={**qwen(10**9).config, **changes})
+    assert memory.estimate(run, varied, GPU).engine == 2e9 + 3 * 1024 * (12 * 2 * 128 + 2 * 512) * 2 * 2
+
+
 @pytest.mark.parametrize(("remat", "of_each_layer"), [("layers", 1536), ("attention", 1536 + 2 * 12 * 128 + 2 * 2 * 128)])
 def test_what_is_recomputed_is_kept_of_one_layer_alone(remat: str, of_each_layer: int, experiment: Experiment) -> None:
     run = with_trainer(replace(experiment, engine="none", row_length=1024), remat=remat)
