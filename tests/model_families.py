@@ -72,6 +72,21 @@ LLAMA4 = {**SIZES, "model_type": "llama4_text", "head_dim": 8, "intermediate_siz
 AT_ONCE = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # as Scout's: no frequencies in between
 LLAMA4 |= {"num_hidden_layers": 4, "attention_chunk_size": 5, "floor_scale": 4, "interleave_moe_layer_step": 2}
 
+GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "bos_token_id": 1, "eos_token_id": 1, "num_hidden_layers": 4}
+NEAR = "sliding_attention"
+GEMMA4 |= {"layer_types": [NEAR, "full_attention"] * 2, "final_logit_softcapping": 4.0}
+# As in E2B and E4B: embeddings for each layer, and the keys of the last layers are those of earlier ones.
+OF_LAYERS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
+SIX = {"num_hidden_layers": 6, "layer_types": [NEAR, NEAR, "full_attention"] * 2}
+SHARED_KEYS = {**OF_LAYERS, **SIX, "num_kv_shared_layers": 3}
+# As in 26B-A4B: experts beside each MLP. Both it and 31B have keys that are values in full layers.
+BESIDE_MLP = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+UNIFIED = {name: x for name, x in GEMMA4.items() if "per_layer" not in name} | {"model_type": "gemma4_unified_text"}
+ROTATIONS = {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+ROTATIONS |= {"full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "factor": 2.0}}
+
 # Model type → its shapes: heads tied or not, keys for one query head or several, windows or none, biases, scaled positions.
 FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [b := {**SIZES, "model_type": "qwen2"}, b | TIED | ALL_KEYS, b | LISTED | ONE_KEY, b | {"rope_scaling": YARN}],
@@ -106,6 +121,26 @@ FAMILY_MODELS: dict[str, list[dict[str, Any]]] = {
         GEMMA3 | {"sliding_window": 7, "attention_bias": True, **ALL_KEYS},
         GEMMA3 | {"sliding_window": 5, "sliding_window_pattern": 2, **UNTIED},
         GEMMA3 | {"sliding_window": 5, **ONE_KEY},
+    ],
+    "gemma4_text": [
+        GEMMA4 | SHARED_KEYS | {"use_double_wide_mlp": True},
+        GEMMA4 | ALL_KEYS | KEYS_AS_VALUES | BESIDE_MLP | {"num_global_key_value_heads": 2},
+        GEMMA4 | KEYS_AS_VALUES | UNTIED | SIX | {"final_logit_softcapping": None, "rope_parameters": ROTATIONS},
+        GEMMA4
+        | SHARED_KEYS
+        | ONE_KEY
+        | {"num_kv_shared_layers": 2, "layer_types": ["full_attention", NEAR, NEAR, NEAR, NEAR, "full_attention"]},
+        GEMMA4
+        | KEYS_AS_VALUES
+        | BESIDE_MLP
+        | SHARED_KEYS
+        | {"use_double_wide_mlp": True, "attention_bias": True, "num_experts": 6, "top_k_experts": 3},
+    ],
+    "gemma4_unified_text": [
+        UNIFIED | KEYS_AS_VALUES,
+        UNIFIED | UNTIED | ONE_KEY | {"final_logit_softcapping": 3.0, "attention_bias": True},
+        UNIFIED | SIX | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        UNIFIED | {"rope_parameters": ROTATIONS, "num_kv_shared_layers": 2},
     ],
     "gpt_oss": [
         GPT_OSS,
@@ -263,21 +298,26 @@ SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 SIGLIP |= {"image_size": 16, "patch_size": 4}
 LLAMA4_TOWER = {**SIGLIP, "intermediate_size": 64, "vision_output_dim": 16}
 LLAMA4_TOWER |= {"projector_input_dim": 16, "projector_output_dim": 16}
+GEMMA4_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+GEMMA4_TOWER |= {"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64}
 BESIDE: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    "gemma4": {"vision_config": GEMMA4_TOWER},
+    "gemma4_unified": {"vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32}},
     "llama4": {"vision_config": LLAMA4_TOWER},
     "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8}},
     "qwen3_5": {"vision_config": TOWER3_5, **IDS},
     "qwen3_5_moe": {"vision_config": TOWER3_5, **IDS},
 }
-INSIDE = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}
-INSIDE |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+INSIDE = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "llama4": "llama4_text", "mistral3": "mistral"}
+INSIDE |= {"gemma4_unified": "gemma4_unified_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def multimodal(family: str, text: dict[str, Any]) -> dict[str, Any]:
-    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", family == "gemma3")}
-    # transformers leaves the cap out beside a tower.
-    text = {name: x for name, x in text.items() if name != "final_logit_softcapping"} | tied
+    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", family.startswith("gemma"))}
+    if family == "gemma3":  # transformers leaves the cap out beside a tower
+        text = {name: x for name, x in text.items() if name != "final_logit_softcapping"}
+    text = text | tied
     return {**BESIDE[family], **tied, "model_type": family, "text_config": text}
 
 
@@ -327,6 +367,8 @@ TITLES = {
     "gemma3": "Gemma 3",
     "gemma4_text": "Gemma 4, text",
     "gemma4": "Gemma 4",
+    "gemma4_unified_text": "Gemma 4 12B, text",
+    "gemma4_unified": "Gemma 4 12B",
     "llama4_text": "Llama 4, text",
     "llama4": "Llama 4",
     "mistral3": "Mistral Small 3.1, 3.2",
@@ -338,7 +380,6 @@ MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deep
 MIXTURES += ("llama4_text", "llama4", "ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
-GEMMA4S = {"gemma4_text": "gemma4", "gemma4": "gemma4-beside"}  # which torch alone trains
 OF_IMAGES = {family: family for family in SEE}
 TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)}
 JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"
@@ -359,10 +400,11 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     },
     ("JAX", "LoRA"): {JAX.format("families", "adapters_of_every_kernel_are_transformers_with_their_products_added"): OF_SHAPES},
     ("JAX", "tensor"): {JAX_MESHES: OF_SHAPES},
-    ("JAX", "expert"): {JAX_MESHES: {family: f"{family}-0" for family in MIXTURES}},
+    ("JAX", "expert"): {JAX_MESHES: {family: f"{family}-0" for family in MIXTURES} | {"gemma4_text": "gemma4_text-1"}},
     ("JAX", "context"): {JAX_MESHES: OF_SHAPES},
     ("JAX", "stage"): {
         JAX_STAGES: {"qwen3": "even", "qwen3_moe": "even-moe", "gemma3_text": "even-gemma3", "deepseek_v3": "even-latent"}
+        | {"gemma4_text": "even-gemma4"}
     },
     ("JAX", "packed"): {
         JAX.format(*JAX_PACKED): OF_SHAPES,
@@ -370,7 +412,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     },
     ("JAX", "images"): {JAX.format("images", "logits_of_packed_rows_are_those_of_transformers"): OF_IMAGES},
     ("torch", "full"): {
-        TORCH.format("families", "what_is_saved_after_a_step_says_the_same_in_transformers"): OF_SHAPES | GEMMA4S,
+        TORCH.format("families", "what_is_saved_after_a_step_says_the_same_in_transformers"): OF_SHAPES,
         TORCH.format("images", "gradients_are_those_of_each_sequence_alone"): TORCH_SEES,
     },
     ("torch", "LoRA"): {
@@ -410,10 +452,10 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     },
     ("torch", "stage"): {
         TORCH_STAGES: {family: x for family, x in OF_SHAPES.items() if family not in INSIDE and family != "llama4_text"}
+        | {"gemma4_text": "gemma4_text-1"}
     },
     ("torch", "packed"): {
-        TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES
-        | GEMMA4S,
+        TORCH.format("families", "one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded"): OF_SHAPES,
         TORCH_IMAGES: TORCH_SEES,
     },
     ("torch", "images"): {TORCH_IMAGES: TORCH_SEES},

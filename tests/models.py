@@ -152,6 +152,13 @@ DIVISIBLE = {
     | EXPERTS
     | dict(LATENT_WIDTHS, model_type="deepseek_v3", num_key_value_heads=8, n_routed_experts=8, first_k_dense_replace=0)
     | {"n_group": 4, "topk_group": 2},
+    # Every part of Gemma 4's but keys that layers share, which stages cannot have.
+    "even-gemma4": SIZES
+    | EVEN
+    | {"model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4, "sliding_window": 5}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0, "attention_k_eq_v": True}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_global_key_value_heads": 2}
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16},
     "even-gemma3": GEMMA3 | EVEN | {"sliding_window": 5, "final_logit_softcapping": 3.0},
 }
 
@@ -175,8 +182,8 @@ def write_config(config: dict[str, Any], directory: Path, sees: bool = False, se
         if name.endswith("A_log"):  # of a delta rule, whose states would soon forget: some last for hundreds of tokens
             torch.nn.init.normal_(parameter, -3.0, 1.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, 0.0, 0.2)
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            torch.nn.init.normal_(buffer, float(name.endswith("layer_scalar")), 0.2)
     model.save_pretrained(directory)
     return directory
 

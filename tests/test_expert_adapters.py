@@ -96,7 +96,7 @@ def adapted_logprobs(directory: Path, adapter: dict[str, Any], targets: tuple[st
     [
         (CASE, "torch"),
         *further((CASE, "jax"), ("gpt_oss-0", "torch"), ("gpt_oss-0", "jax")),
-        *further(*product(("mixtral-0", "deepseek_v3-0", "qwen3_next-0", "ernie4_5_moe-0"), BACKENDS)),
+        *further(*product(("mixtral-0", "deepseek_v3-0", "qwen3_next-0", "ernie4_5_moe-0", "gemma4_text-1"), BACKENDS)),
     ],
 )
 def test_the_adapted_model_is_transformers_with_each_experts_product_added(name: str, backend: str, tmp_path: Path) -> None:

@@ -268,14 +268,13 @@ def test_a_model_of_the_hub_is_looked_at_as_it_is_trained_without_dropout(tmp_pa
     "changes, parts",
     [
         ({"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}, ("embeddings for each layer", "layers share")),
-        ({"attention_k_eq_v": True}, ("keys as values", "heads of other widths")),
+        ({"attention_k_eq_v": True, "global_head_dim": 16}, ("keys as values", "heads of other widths")),
         ({"enable_moe_block": True, "num_experts": 2}, ("experts beside each MLP",)),
     ],
 )
-def test_jax_names_what_it_lacks_of_a_gemma_4(changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_jax_names_what_a_model_has_that_it_does_not_know(changes: dict[str, Any], parts: tuple[str, ...]) -> None:
     from areal_x_jax.architecture import read_architecture
 
-    config = {**SIZES, "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "global_head_dim": 16, **changes}
     with pytest.raises(UserError) as caught:
-        read_architecture(config)
+        read_architecture({**SIZES, "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], **changes})
     assert all(part in str(caught.value) for part in parts)

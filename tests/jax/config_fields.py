@@ -144,7 +144,16 @@ VALUES: dict[str, list[Any]] = {
     "query_pre_attn_scalar": [7],
     "final_logit_softcapping": [3.0],
     "attn_logit_softcapping": [3.0],
-    "use_bidirectional_attention": [True],
+    "use_bidirectional_attention": [True, "all"],
+    "global_head_dim": [24, 15],
+    "num_global_key_value_heads": [4, 3],
+    "attention_k_eq_v": [True, False],
+    "num_kv_shared_layers": [0, 1, 5, 6],
+    "use_double_wide_mlp": [True, False],
+    "hidden_size_per_layer_input": [0, 12],
+    "vocab_size_per_layer_input": [60, 40],
+    "enable_moe_block": [True, False],
+    "top_k_experts": [1, None],
     "decoder_sparse_step": [2, 3],
     "mlp_only_layers": [[0], [1], [0, 1, 2]],
     "moe_intermediate_size": [40],
@@ -256,13 +265,14 @@ def cases(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
         base = {**deepcopy(base), "architectures": [ARCHITECTURES[family]]}
         of_gemma = {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"}
         extra = of_gemma if family.startswith("gemma3") else set()
+        extra = {"global_head_dim", "num_global_key_value_heads"} if family.startswith("gemma4") else extra
         for name in sorted(known_fields(family) | extra):
             for value in deepcopy(VALUES[name]):  # transformers writes into some
                 inside = "text_config" in base and name not in {f.name for f in fields(CONFIG_MAPPING[family])}
                 text = deepcopy(base["text_config"] if inside else base)
                 if isinstance(value, list) and name == "layer_types":
                     value = value[: text["num_hidden_layers"]]
-                if name == "rope_parameters" and family.startswith("gemma3") and "mystery" not in value:
+                if name == "rope_parameters" and family.startswith("gemma") and "mystery" not in value:
                     value = {"full_attention": value, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
                 if "mrope_section" in (text.get("rope_parameters") or {}):
                     value = (

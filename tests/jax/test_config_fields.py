@@ -41,7 +41,8 @@ IGNORED = {
     "gemma3 rope_scaling",
     "qwen3_moe max_window_layers",
     "qwen3_vl num_local_experts",
-    "gpt_oss rope_theta",  # beside rope_parameters, which has its own
+    # beside rope_parameters, which has its own
+    *(f"{family} rope_theta" for family in ("gpt_oss", "gemma4_text", "gemma4_unified_text")),
 }
 # What was computed wrongly once, and its siblings.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -108,7 +109,8 @@ def test_no_field_that_transformers_models_read_is_left_out(family: str) -> None
     read = set(re.findall(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"", getsource(module)))
     read = {one or other for one, other in read}
     whole = CONFIG_MAPPING[family.removesuffix("_text")]  # a text model's module has the tower's classes too
-    beside = [whole.sub_configs.get("vision_config"), whole if family.endswith("_text") else None]
+    towers = [whole.sub_configs.get(f"{part}_config") for part in ("vision", "audio")]
+    beside = [*towers, whole if family.endswith("_text") else None]
     others = {field.name for kind in beside if kind for field in fields(kind)}
     if family == "solar_open":
         others |= {"intermediate_size"}  # of a dense MLP, which none of its layers has
@@ -118,6 +120,7 @@ def test_no_field_that_transformers_models_read_is_left_out(family: str) -> None
         "standardize_rope_params",
         "text_config",
         "vision_config",
+        "audio_config",
         "mm_tokens_per_image",
         "image_token_id",
     }

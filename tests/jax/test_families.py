@@ -40,7 +40,7 @@ from .test_trainer import LENGTHS, learnable, make_trainer
 FORMER = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma3_text"}
 NEWER = [name for name in CASES if name.rpartition("-")[0] not in FORMER]
 # Of parts that others have.
-COMPOSED = {"deepseek_v2", "glm4_moe_lite", "dots1", "solar_open", "youtu", "ernie4_5_moe"}
+COMPOSED = {"deepseek_v2", "glm4_moe_lite", "dots1", "solar_open", "youtu", "ernie4_5_moe", "gemma4_unified_text"}
 COMPOSED |= MULTIMODAL_MODELS.keys() - {"gemma3"}
 FIRST = [name for name in NEWER if name.endswith("-0") and name.rpartition("-")[0] not in COMPOSED]
 GRADIENTS = ["gpt_oss-0", "cohere2-0", "deepseek_v3-0", "qwen3_next-0"]
@@ -100,7 +100,7 @@ def torch_gradients(directory: Path, tokens: np.ndarray, place: Path) -> dict[st
     logp = torch.log_softmax(model(ids).logits[0, :-1], -1)
     (-logp[torch.arange(len(tokens) - 1), ids[0, 1:]].mean()).backward()
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # which no gradient trains
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):  # which no gradient trains
             buffer.zero_()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -158,10 +158,10 @@ def test_adapters_of_every_kernel_are_transformers_with_their_products_added(nam
     directory = directory_of(name)
     arch = read_architecture(read_config(directory))
     leaves = layer_leaves(arch)
-    targets = {target: kernel for target, kernel in adapter_targets(arch).items() if not target.startswith(EXPERTS)}
+    targets = {target: kernels for target, kernels in adapter_targets(arch).items() if not target.startswith(EXPERTS)}
     trainer = randomised(make_trainer(directory, lora=replace(LORA, targets=tuple(targets))))
     adapter = dict(trainer.adapter())
-    assert len(adapter) == 2 * sum(len(arch.layers_in(leaves[kernel].stack)) for kernel in targets.values())
+    assert len(adapter) == 2 * sum(len(arch.layers_in(leaves[kernel].stack)) for kernel in chain(*targets.values()))
     _, logits = with_products(directory, adapter)
     # A delta rule's state adds up the rounding of all tokens before: transformers' own log-probabilities move by 1e-4 where
     # each weight moves by a rounding, and by more than 6 without the adapter of one kernel.
@@ -170,7 +170,7 @@ def test_adapters_of_every_kernel_are_transformers_with_their_products_added(nam
     assert all(np.abs(x - adapter[tensor]).max() > 0 for tensor, x in trainer.adapter())
 
 
-@pytest.mark.parametrize("name", further(*(x for x in CASES if x.endswith("-0"))))
+@pytest.mark.parametrize("name", further(*(x for x in CASES if x.endswith("-0") or x == "gemma4_text-1")))
 def test_meshes_compute_the_numbers_of_one_device(name: str, directory_of: Directories) -> None:
     (found,) = deviations_of([directory_of(name)])
     assert found.keys() >= {"fsdp", "tensor", "context"}
@@ -220,6 +220,19 @@ def test_meshes_compute_the_numbers_of_one_device(name: str, directory_of: Direc
         ("glm4_moe_lite-0", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2"),
         ("dots1-0", {"n_shared_experts": 0}, "a shared expert without features"),
         ("ernie4_5_moe-0", {"use_bias": True}, "use_bias = True"),
+        ("gemma4_text-0", {"num_kv_shared_layers": 6}, "num_kv_shared_layers = 6 of 6 layers leave none of the kind full_att"),
+        ("gemma4_text-0", {"use_bidirectional_attention": "all"}, "bidirectional attention"),
+        ("gemma4_text-0", {"vocab_size_per_layer_input": 40}, "vocab_size_per_layer_input = 40, less than vocab_size = 50"),
+        ("gemma4_text-0", {"global_head_dim": 15}, "head_dim = 15 of layers of the kind full_attention is odd"),
+        ("gemma4_text-0", {"per_layer_config": {"1": {"intermediate_size": 64}}}, "per_layer_config with intermediate_size"),
+        ("gemma4_text-0", {"per_layer_config": {"1": {"head_dim": 4}}}, "several shapes in layers of the kind sliding_att"),
+        ("gemma4_text-1", {"num_global_key_value_heads": 3}, "num_key_value_heads = 3 of layers of the kind full_attention"),
+        ("gemma4_text-1", {"top_k_experts": None}, "enable_moe_block needs num_experts, .* 4, 16 and None"),
+        (
+            "gemma4_text-1",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "none for layers",
+        ),
     ],
 )
 def test_what_a_family_lacks_is_refused_by_name(name: str, change: dict[str, Any], complaint: str) -> None:

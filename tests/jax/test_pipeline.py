@@ -62,12 +62,12 @@ def computed(arch: Architecture, params: Any, partitioner: Partitioner, rows: di
 
 
 @pytest.mark.parametrize(("stages", "shares"), [(2, 1), *further((4, 1), (2, 4), (4, 2))])
-@pytest.mark.parametrize("name", ["even-gemma3", "even-moe"])
+@pytest.mark.parametrize("name", ["even-gemma3", "even-moe", *further("even-gemma4")])
 def test_stages_compute_what_all_layers_do(name: str, stages: int, shares: int, model_dir_of: Callable[[str], Path]) -> None:
     directory = model_dir_of(name)
     arch = read_architecture(model_dir.read_config(directory))
-    if name == "even-moe" and stages == 4:
-        pytest.skip("its layers are dense and sparse in turn")
+    if name in ("even-moe", "even-gemma4") and stages == 4:
+        pytest.skip("its layers are of two kinds in turn")
     params = from_tensors(arch, model_dir.read_tensors(directory), str(directory), ONE_DEVICE, jnp.float32)
     rows = rows_of(arch.vocab)
     if arch.experts is not None:

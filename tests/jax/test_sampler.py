@@ -121,7 +121,7 @@ def test_the_ring_holds_a_context(context: int) -> None:
     "newest, lengths", [(0, (1, 1)), (5, (6, 3)), (130, (1, 67)), (130, (2, 68)), (3, (100, 1)), (191, (192, 9))]
 )
 def test_a_slot_sees_its_newest_columns_and_a_part_is_read_only_where_some_slot_sees_it(newest, lengths) -> None:
-    cache = kv_cache.empty(layers=1, slots=2, kv_heads=1, head_dim=2, context=192, dtype=jnp.float32)
+    cache = kv_cache.empty([(1, 2, 2)], slots=2, context=192, dtype=jnp.float32)
     parts, width = kv_cache.columns(192)
     expected = np.zeros((2, 192), bool)
     for slot, length in enumerate(lengths):

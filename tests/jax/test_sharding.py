@@ -12,6 +12,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_jax.architecture import read_architecture
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner, check_divisible, make_partitioner
+from tests.model_families import CASES
 from tests.models import DIVISIBLE, MODELS, MORE
 from tests.thorough import further, thorough
 
@@ -28,14 +29,15 @@ MESHES = {
     "even-moe": ({"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}, {"stage": 2, "data": 2, "expert": 2}),
     "even-latent": ({"fsdp": 2, "tensor": 2, "context": 2}, {"stage": 2, "expert": 2, "tensor": 2}),
     "even-gemma3": ({"fsdp": 2, "context": 2, "tensor": 2}, {"stage": 4, "context": 2}),
+    "even-gemma4": ({"fsdp": 2, "context": 2, "tensor": 2}, {"stage": 2, "expert": 2, "tensor": 2}),
 }
 # Of the parameters, how much the first device has at most: norms are whole, and "expert" splits experts alone, not what stands
 # between them.
-SHARE = {"even": 0.3, "even-moe": 0.75, "even-latent": 0.5, "even-gemma3": 0.3}
+SHARE = {"even": 0.3, "even-moe": 0.75, "even-latent": 0.5, "even-gemma3": 0.3, "even-gemma4": 0.5}
 
 
 @thorough
-@pytest.mark.parametrize("name", ["even", *further("even-moe", "even-latent", "even-gemma3")])
+@pytest.mark.parametrize("name", ["even", *further("even-moe", "even-latent", "even-gemma3", "even-gemma4")])
 def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between(name: str, model_dir_of: MadeModel) -> None:
     alone = learn(model_dir_of(name), {})
     assert alone["share"] == alone["programs"] == 1
@@ -66,6 +68,9 @@ def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_betwe
         ("latent", "stage", 3, "mesh.stage = 3 gives stages different kinds of layers, as the layers 0 have no experts"),
         ("qwen3", "stage", 3, "mesh.stage = 3 does not divide the 2 layers"),
         ("qwen2-moe-odd", "stage", 2, "mesh.stage = 2 gives stages different kinds of layers, as the layers 0 have no experts"),
+        ("gemma4", "stage", 2, "as the layers 2, 5 have full attention and the layers 3, 4, 5 share keys and values of others"),
+        ("gemma4", "tensor", 4, "mesh.tensor = 4 does not divide the 2 key-value heads"),
+        ("gemma4-one", "tensor", 2, "mesh.tensor = 2 does not divide the 1 key-value heads of full layers"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, size: int, says: str) -> None:
@@ -74,8 +79,9 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, 
             return size if axis in axes else 1
 
     architectures = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
-    architectures["deepseek_v3"] = "DeepseekV3ForCausalLM"
+    architectures |= {"deepseek_v3": "DeepseekV3ForCausalLM", "gemma4_text": "Gemma4ForCausalLM"}
     odd = {"qwen2-moe-odd": MORE["qwen2-moe"] | {"shared_expert_intermediate_size": 41, "mlp_only_layers": [0]}}
+    odd |= {"gemma4": CASES["gemma4_text-0"] | {"vocab_size": 48}, "gemma4-one": CASES["gemma4_text-4"]}
     odd["latent"] = DIVISIBLE["even-latent"] | {"num_hidden_layers": 3, "first_k_dense_replace": 1}
     config = (MODELS | MORE | odd)[name]
     with pytest.raises(UserError, match=says.replace(".", r"\.")):

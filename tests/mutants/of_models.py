@@ -56,6 +56,51 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        JAX + "varied_layers.py",
+        (f"{PACKED}[gemma4_text-0]",),
+        (
+            "JAX: layers share the keys of the first layer of their kind",
+            "        return max(i for i in before if (i in self.full) == (layer in self.full))",
+            "        return min(i for i in before if (i in self.full) == (layer in self.full))",
+        ),
+    ),
+    *planted(
+        JAX + "layer_inputs.py",
+        (f"{PACKED}[gemma4_text-0]",),
+        (
+            "JAX: a layer's input is the sum of two that is not scaled",
+            "    return both * jnp.asarray(2**-0.5, x.dtype)",
+            "    return both",
+        ),
+    ),
+    *planted(
+        JAX + "projections.py",
+        (f"{PACKED}[gemma4_text-0]",),
+        (
+            "JAX: Gemma 4's values are as long as they come",
+            "        value = unit_rms(value, arch.eps)",
+            "        value = value * 1",
+        ),
+    ),
+    *planted(
+        JAX + "rope.py",
+        (f"{PACKED}[gemma4_text-0]",),
+        (
+            "JAX: a proportional rotation turns twice as many pairs",
+            "            turned = np.arange(head_dim // 2) < int(self.part * head_dim // 2)",
+            "            turned = np.arange(head_dim // 2) < int(self.part * head_dim)",
+        ),
+    ),
+    *planted(
+        JAX + "feed_forward.py",
+        (f"{PACKED}[gemma4_text-1]",),
+        (
+            "JAX: a router beside an MLP reads what the MLP does",
+            "        scaled = unit_rms(x, arch.eps) *",
+            "        scaled = unit_rms(y, arch.eps) *",
+        ),
+    ),
+    *planted(
         JAX + "routers.py",
         ROUTERS,
         (

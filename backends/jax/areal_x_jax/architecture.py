@@ -15,12 +15,14 @@ from areal_x.hf.model_dir import text_config
 from areal_x_jax.delta_rule import DeltaRule, delta_rule_of
 from areal_x_jax.families import parse_config, refuse_features
 from areal_x_jax.latent_attention import Latent, latent_of, latent_scale
-from areal_x_jax.mixtures import Experts, experts_of, routed_experts
+from areal_x_jax.mixtures import Experts, experts_of
 from areal_x_jax.rope import Rope, rope_indices, ropes_of
+from areal_x_jax.varied_layers import STACKS as OF_SHAPES
+from areal_x_jax.varied_layers import VariedLayers, heads_of_kind, varied_layers_of
 from areal_x_jax.vision_architecture import VisionArchitecture, read_vision_architecture
 from areal_x_jax.windows import windows_of
 
-STACKS = ("layers", "dense", "sparse", "recurrent", "attention")
+STACKS = ("layers", "dense", "sparse", "recurrent", "attention", *OF_SHAPES)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -163,6 +165,9 @@ class Architecture:
     """Slope a and length n of a factor of queries in layers that do not rotate, 1 + a · log(1 +
     ⌊(position + 1) / n⌋); None for none. Source: arXiv 2501.19399."""
 
+    varied: VariedLayers | None = None
+    """Layers of several shapes."""
+
     context: int = 0
     """Longest sequence that the model was made for, in tokens; 0 if unknown."""
 
@@ -183,7 +188,9 @@ class Architecture:
     def layers_in(self, stack: str) -> tuple[int, ...]:
         """Returns the layers whose parameters a stack of STACKS holds: all "layers"; with a mixture, the
         "dense" or the "sparse" ones; with a delta rule, the "recurrent" ones or those with
-        "attention"."""
+        "attention"; with several shapes, those of `VariedLayers.layers_in`."""
+        if stack in OF_SHAPES:
+            return self.varied.layers_in(stack, self.layers) if self.varied else ()
         dense = self.experts.dense if self.experts else ()
         recurrent = self.delta.layers if self.delta else ()
         every = tuple(range(self.layers))
@@ -195,10 +202,37 @@ class Architecture:
             "attention": tuple(layer for layer in every if layer not in recurrent),
         }[stack]
 
-    def kinds(self) -> list[tuple[bool, bool]]:
-        """Returns for each layer whether it is dense, and whether it is recurrent."""
+    def kinds(self) -> list[tuple[bool, ...]]:
+        """Returns for each layer whether it is dense, whether it is recurrent, and of what shape."""
         dense, recurrent = self.layers_in("dense"), self.layers_in("recurrent")
-        return [(layer in dense, layer in recurrent) for layer in range(self.layers)]
+        return [
+            (
+                layer in dense,
+                layer in recurrent,
+                *(self.varied.kind(layer) if self.varied else ()),
+            )
+            for layer in range(self.layers)
+        ]
+
+    def attends_to(self, layer: int) -> int:
+        """Returns the layer whose keys and values a layer attends to."""
+        return self.varied.source(layer) if self.varied else layer
+
+    def heads_of(self, layer: int) -> tuple[int, int, int]:
+        """Returns a layer's heads of keys and values, and the features of its keys and of its
+        values."""
+        if self.varied and layer in self.varied.full:
+            return self.varied.kv_heads, self.varied.head_dim, self.varied.head_dim
+        return self.kv_heads, self.head_dim, self.value_dim
+
+    def is_shared(self, layer: int) -> bool:
+        """True if other layers attend to this one's keys and values."""
+        return self.varied is not None and self.varied.is_shared(layer)
+
+    @property
+    def with_keys(self) -> tuple[int, ...]:
+        """The layers that have keys and values of their own."""
+        return tuple(i for i in self.layers_in("attention") if self.attends_to(i) == i)
 
 
 def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Architecture:
@@ -211,13 +245,21 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
     gemma, layers, heads = family.gemma, text.num_hidden_layers, text.num_attention_heads
     vision = read_vision_architecture(config) if family.has_vision else None
     written = text_config(config)
-    latent = latent_of(described, written)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = text.num_key_value_heads or heads
+    latent, varied = latent_of(described, written), varied_layers_of(described)
+    if varied is None:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        kv_heads = text.num_key_value_heads or heads
+    else:
+        head_dim, kv_heads = heads_of_kind(text, text.layer_types, full=False)
     activation = text.hidden_activation if gemma else text.hidden_act
     inputs = family.router == "inputs"
     windows, ropes = windows_of(described, config), ropes_of(described)
-    turned = int(head_dim * ropes[0].part)
+    turned = head_dim if varied else int(head_dim * ropes[0].part)
+
+    bidirectional, capped = (
+        getattr(text, name, None)
+        for name in ("use_bidirectional_attention", "attn_logit_softcapping")
+    )
 
     def own(name: str, default: float) -> float:
         return float(getattr(text, name)) if name in family.reads else default
@@ -225,12 +267,14 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
     refuse_features(
         {
             f"the activation {activation!r}": activation not in ACTIVATIONS,
-            "bidirectional attention": bool(getattr(text, "use_bidirectional_attention", False)),
-            f"attn_logit_softcapping = {getattr(text, 'attn_logit_softcapping', None)}, which transformers leaves out": (
-                gemma and bool(text.attn_logit_softcapping)
+            # Among the tokens of images alone it is no matter of text.
+            "bidirectional attention": bool(bidirectional)
+            and not (varied and bidirectional == "vision"),
+            f"attn_logit_softcapping = {capped}, which transformers leaves out": (
+                gemma and bool(capped)
             ),
             "final_logit_softcapping in a multimodal model, which transformers leaves out": bool(
-                gemma and family.module and text.final_logit_softcapping
+                gemma and family.module and not varied and text.final_logit_softcapping
             ),
             f"heads of {head_dim} features, of which {turned} are rotated in pairs": turned % 2 > 0,
             f"the activation {activation!r} where this family clamps another": (
@@ -248,7 +292,7 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
             f"config.json: {heads} heads of head_dim = {head_dim} do not make up hidden_size ="
             f" {text.hidden_size}"
         )
-    scale = (text.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+    scale = (getattr(text, "query_pre_attn_scalar", 1) if gemma else head_dim) ** -0.5
     if latent is not None:
         head_dim = latent.plain + latent.rotated
         scale = latent_scale(latent, ropes[0], text.rope_parameters)
@@ -291,10 +335,10 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         centred=family.centred,
         parallel=family.parallel,
         in_norms=family.in_norms,
-        norm_offset=gemma or family.delta,
+        norm_offset=(gemma and not varied) or family.delta,
         out_norms=family.out_norms,
         logit_softcap=(getattr(text, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
-        experts=routed_experts(described, written) if family.router else experts_of(described),
+        experts=experts_of(described, written),
         latent=latent,
         predictors=(getattr(text, "num_nextn_predict_layers", 0) or 0) if family.router else 0,
         delta=delta_rule_of(described),
@@ -309,6 +353,7 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
             if inputs and text.attn_temperature_tuning
             else None
         ),
+        varied=varied,
         context=context_of(text.max_position_embeddings, ropes[0]),
     )
 

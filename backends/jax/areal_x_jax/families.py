@@ -123,6 +123,9 @@ class Family:
     """Modules of some parameters (areal_x_jax.parameters) where they have other names than
     elsewhere."""
 
+    varied: bool = False
+    """True if layers have several shapes (areal_x_jax.varied_layers)."""
+
 
 # Granite's, of embeddings, outputs of attention and MLP, scores and (as a divisor) logits.
 MULTIPLIERS = (
@@ -161,6 +164,11 @@ DELTA: dict[str, Any] = {
     "reads": PARTLY_TURNED,
     **dict.fromkeys(("qk_norm", "delta"), True),
 }
+GEMMA_NORMS = (*OUT_NORMS, ("mlp_norm", "pre_feedforward_layernorm"))
+GEMMA4: dict[str, Any] = {
+    **dict.fromkeys(("qk_norm", "gemma", "out_norms", "ropes_by_kind", "varied"), True),
+    "names": GEMMA_NORMS,
+}
 MIXTRAL_EXPERTS = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", ATTENTION_BIAS, qk_norm=True),
@@ -190,8 +198,10 @@ FAMILIES = {
         gemma=True,
         out_norms=True,
         ropes_by_kind=True,
-        names=(*OUT_NORMS, ("mlp_norm", "pre_feedforward_layernorm")),
+        names=GEMMA_NORMS,
     ),
+    "Gemma4ForCausalLM": Family("gemma4_text", ATTENTION_BIAS, **GEMMA4),
+    "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", ATTENTION_BIAS, **GEMMA4),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         ATTENTION_BIAS,
@@ -311,6 +321,8 @@ ON_DISK, IN_MEMORY = "language_model.model", "model.language_model"
 # module in files and in memory.
 MULTIMODAL = {
     "Gemma3": ("gemma3", ON_DISK, IN_MEMORY),
+    "Gemma4": ("gemma4", IN_MEMORY, IN_MEMORY),
+    "Gemma4Unified": ("gemma4_unified", IN_MEMORY, IN_MEMORY),
     "Mistral": ("mistral3", ON_DISK, IN_MEMORY),
     "Llama4": ("llama4", ON_DISK, ON_DISK),
     "Qwen3_5": ("qwen3_5", IN_MEMORY, IN_MEMORY),

@@ -211,25 +211,36 @@ def micro_batch(rows: Rows, index: Array | int) -> Rows:
 def saved_activations(arch: Architecture) -> int:
     """Numbers per token that the backward pass saves without remat: the layers' inputs and all
     products with kernels."""
-    attention = ((1 + arch.gated) * arch.heads + arch.kv_heads) * arch.head_dim
-    attention += arch.kv_heads * arch.value_dim
+    every = arch.layers_in("attention")
+    attention = 0
+    for layer in every:
+        kv_heads, key_dim, value_dim = arch.heads_of(layer)
+        attention += (1 + arch.gated) * arch.heads * key_dim
+        if layer in arch.with_keys:
+            attention += kv_heads * (key_dim + value_dim)
     if (latent := arch.latent) is not None:  # and the vectors that they come from
-        attention += latent.query_rank + latent.rank + latent.rotated
-    attention *= len(arch.layers_in("attention"))
+        attention += len(every) * (latent.query_rank + latent.rank + latent.rotated)
     if arch.delta is not None:
         attention += len(arch.delta.layers) * (arch.delta.channels + arch.delta.values)
-    experts, inner = arch.experts, arch.layers * arch.intermediate
+    experts, inner = (
+        arch.experts,
+        (arch.layers + len(arch.layers_in("doubled"))) * arch.intermediate,
+    )
     if experts is not None:
         sparse = len(arch.layers_in("sparse"))
-        inner = sparse * (experts.per_token * experts.intermediate + experts.shared)
+        inner = inner if experts.beside else 0
+        inner += sparse * (experts.per_token * experts.intermediate + experts.shared)
         inner += len(experts.dense) * arch.intermediate
+    if arch.varied is not None and (width := arch.varied.inputs):
+        attention += arch.layers * (2 * width + arch.hidden)
     return arch.layers * 3 * arch.hidden + attention + 2 * inner
 
 
 def saved_by_attention(arch: Architecture) -> int:
     """Numbers per token that the backward pass saves if it recomputes all but attention: the layers'
     inputs and what attention attended to."""
-    return arch.layers * (arch.hidden + arch.heads * arch.value_dim)
+    attended = sum(arch.heads * arch.heads_of(layer)[2] for layer in range(arch.layers))
+    return arch.layers * arch.hidden + attended
 
 
 def saved_activations_per_patch(arch: VisionArchitecture) -> int:

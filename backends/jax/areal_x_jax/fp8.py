@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from areal_x_jax.leaf import local_name
 from areal_x_jax.parameters import Params
 
 BLOCK = 128
@@ -36,6 +37,7 @@ KERNELS = {
     *("delta_qkvz", "delta_qkv", "delta_z", "delta_o"),
     *("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shared_down"),
     *("experts_gate", "experts_up", "experts_gate_up", "experts_down"),
+    *("inputs_gate", "inputs_projection"),
 }
 
 
@@ -59,7 +61,9 @@ def marked(layer: Params, rounded: bool = False) -> Params:
 
 def with_rounded_kernels(layers: Params) -> Params:
     """Returns stacked layers with their KERNELS rounded."""
-    return {name: round_blocks(x) if name in KERNELS else x for name, x in layers.items()}
+    return {
+        name: round_blocks(x) if local_name(name) in KERNELS else x for name, x in layers.items()
+    }
 
 
 def scales(

@@ -13,7 +13,7 @@ query per slot run twice as fast as with keys in the order of values (measured).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -41,25 +41,16 @@ def columns(context: int) -> tuple[int, int]:
     return parts, -(-context // (parts * 16)) * 16
 
 
-def empty(
-    layers: int,
-    slots: int,
-    kv_heads: int,
-    head_dim: int,
-    context: int,
-    dtype: Any,
-    value_dim: int | None = None,
-) -> KVCache:
-    """value_dim: None if it is head_dim."""
+def empty(layers: Sequence[tuple[int, int, int]], slots: int, context: int, dtype: Any) -> KVCache:
+    """layers: each one's kv_heads, head_dim and value_dim."""
     parts, width = columns(context)
-    of_value = value_dim or head_dim
 
-    def layer() -> Layer:
+    def layer(kv_heads: int, head_dim: int, value_dim: int) -> Layer:
         keys = tuple(jnp.zeros((slots, kv_heads, head_dim, width), dtype) for _ in range(parts))
-        values = tuple(jnp.zeros((slots, kv_heads, width, of_value), dtype) for _ in range(parts))
+        values = tuple(jnp.zeros((slots, kv_heads, width, value_dim), dtype) for _ in range(parts))
         return keys, values
 
-    return tuple(layer() for _ in range(layers))
+    return tuple(layer(*heads) for heads in layers)
 
 
 def capacity(cache: KVCache) -> int:

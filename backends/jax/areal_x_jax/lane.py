@@ -32,6 +32,8 @@ from areal_x_jax import fp8, kv_cache, recurrent_cache
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import group_sinks, softcapped
 from areal_x_jax.kv_cache import KVCache
+from areal_x_jax.layer_inputs import layer_inputs
+from areal_x_jax.leaf import local_name
 from areal_x_jax.model import embed, finish_layer, head_input, head_kernel
 from areal_x_jax.parameters import Params, layer_leaves
 from areal_x_jax.prefill_chunks import Chunk, packed
@@ -97,7 +99,7 @@ def unstack_layers(params: Params, arch: Architecture) -> Params:
     layers: list[Params] = [{} for _ in range(arch.layers)]
     for name, leaf in layer_leaves(arch).items():
         for index, layer in enumerate(arch.layers_in(leaf.stack)):
-            layers[layer][name] = params["layers"][name][index]
+            layers[layer][local_name(name)] = params["layers"][name][index]
     return {**params, "layers": layers}
 
 
@@ -113,35 +115,39 @@ def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) 
     same = chunk.piece[:, None] == chunk.piece
     # Distance in tokens; negative if not visible.
     before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
-    fresh, states = [], []
-    kv, before_chunk = iter(cache.kv), iter(cache.states)
-    for i, layer in enumerate(_layers(arch, params)):
+    own = layer_inputs(arch, params, chunk.tokens, x)
+    fresh: dict[int, tuple[Array, Array]] = {}
+    states = []
+    kv, before_chunk = dict(zip(arch.with_keys, cache.kv, strict=True)), iter(cache.states)
+    # Nothing reads the outputs of layers after the last that keeps anything of a prompt.
+    last = max((*arch.with_keys, *arch.layers_in("recurrent")))
+    for i, layer in enumerate(_layers(arch, params)[: last + 1]):
         if "a_log" in layer:
             attended, state = recurrent_cache.prefill(arch, layer, x, next(before_chunk), chunk)
             states.append(state)
             x, _ = finish_layer(arch, layer, x, attended)
             continue
-        query, key, value, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
-        cached = next(kv)
-        fresh.append((key, value))
-        if i == arch.layers - 1:
-            break  # nothing reads the last layer's output for a prompt
+        query, keys, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
+        fresh |= {} if keys is None else {i: keys}
+        if i == last:
+            break
+        source = arch.attends_to(i)
         place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
         window = near(arch, arch.windows[i], chunk.positions)
         attended = kv_cache.attend_chunk(
-            scaled(arch, query),
-            (key, value),
+            scaled(arch, query, i),
+            fresh[source],
             before,
-            cached,
+            kv[source],
             *place,
             window,
             arch.attention_softcap,
             sinks_of(arch, layer),
         )
         attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
-        x, _ = finish_layer(arch, layer, x, attended)
+        x, _ = finish_layer(arch, layer, x, attended, own=None if own is None else own[:, i])
     written = kv_cache.write_pieces(
-        cache.kv, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
+        cache.kv, [*fresh.values()], chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
     )
     return SlotCache(written, tuple(states))
 
@@ -247,7 +253,9 @@ def forward(
         for window, columns in reach.items()
         if cache.kv
     }
-    written, states = [], []
+    own = layer_inputs(arch, params, rows.token, x)
+    written: dict[int, kv_cache.Layer] = {}
+    states = []
     kv, before = iter(cache.kv), iter(cache.states)
     for i, layer in enumerate(_layers(arch, params)):
         if "a_log" in layer:
@@ -257,18 +265,19 @@ def forward(
             states.append(state)
             x, _ = finish_layer(arch, layer, x, attended)
             continue
-        query, key, value, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
-        cached = kv_cache.write_newest(next(kv), key, value, column)
-        written.append(cached)
+        query, keys, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
+        if keys is not None:
+            written[i] = kv_cache.write_newest(next(kv), *keys, column)
+        cached = written[arch.attends_to(i)]
         softcap, sinks = arch.attention_softcap, sinks_of(arch, layer)
         attended = kv_cache.attend(
-            scaled(arch, query), cached, seen[arch.windows[i]], softcap, sinks
+            scaled(arch, query, i), cached, seen[arch.windows[i]], softcap, sinks
         )
         attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
-        x, _ = finish_layer(arch, layer, x, attended)
+        x, _ = finish_layer(arch, layer, x, attended, own=None if own is None else own[:, i])
     x = head_input(arch, params, x)
     logits = kv_cache.product("rh,hv->rv", x, head_kernel(params))
-    return SlotCache(tuple(written), tuple(states)), softcapped(logits, arch.logit_softcap)
+    return SlotCache(tuple(written.values()), tuple(states)), softcapped(logits, arch.logit_softcap)
 
 
 def near(
@@ -282,12 +291,11 @@ def sinks_of(arch: Architecture, layer: Params) -> Float[Array, "kv_heads group"
     return group_sinks(layer["sinks"], arch.kv_heads) if "sinks" in layer else None
 
 
-def scaled(arch: Architecture, query: Array) -> Array:
-    """Returns queries [..., heads, head_dim], grouped by the key-value head they share and
+def scaled(arch: Architecture, query: Array, layer: int) -> Array:
+    """Returns a layer's queries [..., heads, head_dim], grouped by the key-value head they share and
     scaled."""
-    grouped = query.reshape(
-        *query.shape[:-2], arch.kv_heads, arch.heads // arch.kv_heads, arch.head_dim
-    )
+    kv_heads, head_dim, _ = arch.heads_of(layer)
+    grouped = query.reshape(*query.shape[:-2], kv_heads, arch.heads // kv_heads, head_dim)
     return grouped * arch.scale
 
 
@@ -351,15 +359,8 @@ class Lane:
         if self._cache is None:
             dtype = self._params["embed"].dtype
             arch = self.arch
-            kv = kv_cache.empty(
-                len(arch.layers_in("attention")),
-                self.slots,
-                arch.kv_heads,
-                arch.head_dim,
-                self.context,
-                dtype,
-                arch.value_dim,
-            )
+            heads = [arch.heads_of(layer) for layer in arch.with_keys]
+            kv = kv_cache.empty(heads, self.slots, self.context, dtype)
             empty = SlotCache(kv, recurrent_cache.empty(arch, self.slots, dtype))
             self._cache = jax.device_put(empty, self._sharding)
 

@@ -77,8 +77,9 @@ def norm(
     if arch.centred:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + arch.eps)
-    if arch.norm_offset:
-        return (y * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
+    if arch.norm_offset or arch.varied is not None:
+        factor = scale.astype(jnp.float32)
+        return (y * (1.0 + factor if arch.norm_offset else factor)).astype(x.dtype)
     return y.astype(x.dtype) * scale
 
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from areal_x_jax.architecture import STACKS, Architecture
+from areal_x_jax.leaf import local_name
 from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
+
+Passed: TypeAlias = "tuple[Array, Any, tuple[Array, Array] | None]"
+Step: TypeAlias = Callable[[int, Array, tuple[Params, Any], Any], Passed]
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,22 @@ def layer_runs(kinds: Sequence[Any]) -> list[LayerRun]:
 
 def scan(
     arch: Architecture,
-    step: Callable[[Array, tuple[Params, Any]], tuple[Array, Any]],
+    step: Step,
     x: Array,
     layers: Params,
     per_layer: Any,
 ) -> tuple[Array, Any]:
-    """Applies all layers to x: `step(x, (a layer's parameters, its entry of per_layer))` returns
-    the next x and a tree of numbers or None.
+    """Applies all layers to x: `step(number, x, (a layer's parameters, its entry of per_layer),
+    kept)` returns the next x, a tree of numbers or None, and keys and values or None. number: of the
+    first layer of this kind in its run. kept: what the layer returned that this one attends to, if it
+    is another.
 
     layers: stacked (see `Leaf.stack`). per_layer: a tree of arrays whose first axis is the layer.
     Returns x and the tree with an axis in front, of the layers that have one; None if none has.
     """
     leaves, numbers = layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch)), []
     places = {stack: arch.layers_in(stack) for stack in STACKS}
+    kept: dict[int, Any] = {}
     for run in layer_runs(arch.kinds()):
         # Indices of this run's layers in each stack.
         within = {
@@ -79,33 +86,37 @@ def scan(
             lambda x, at=within["layers"], n=run.repeats: _cut(x, at, n), per_layer
         )
 
-        def period(x: Array, of: Any, run: LayerRun = run) -> tuple[Array, list[Any]]:
+        def period(
+            x: Array, of: Any, run: LayerRun = run
+        ) -> tuple[Array, tuple[list[Any], dict[int, Any]]]:
             stacks, of_layers = of
-            outputs = []
+            outputs: list[Any] = []
+            keys: dict[int, Any] = {}
             for j in range(run.period):
                 layer = run.first + j
                 weights = {}
                 for name, stack in stacks.items():
-                    own = [
+                    there = [
                         other
                         for other in places[leaves[name].stack]
                         if other in _layers(run)[: run.period]
                     ]
-                    if layer in own:
-                        weights[name] = stack if len(own) == 1 else stack[own.index(layer)]
-                x, number = step(
-                    x,
-                    (
-                        weights,
-                        (of_layers if run.period == 1 else jax.tree.map(itemgetter(j), of_layers)),
-                    ),
-                )
+                    if layer in there:
+                        weights[local_name(name)] = (
+                            stack if len(there) == 1 else stack[there.index(layer)]
+                        )
+                own = of_layers if run.period == 1 else jax.tree.map(itemgetter(j), of_layers)
+                attends_to = kept.get(arch.attends_to(layer))
+                x, number, of_layer = step(layer, x, (weights, own), attends_to)
                 outputs += [] if number is None else [number]
-            return x, outputs
+                keys |= {} if of_layer is None else {layer: of_layer}
+            return x, (outputs, keys)
 
-        x, outputs = jax.lax.scan(period, x, (stacks, of_layers))
+        x, (outputs, keys) = jax.lax.scan(period, x, (stacks, of_layers))
         if outputs:
             numbers.append(jax.tree.map(_in_order, *outputs))
+        # A layer that others attend to is the only one of its kind: its run is of one layer.
+        kept.update(jax.tree.map(itemgetter(0), keys))
     return x, jax.tree.map(lambda *runs: jnp.concatenate(runs), *numbers) if numbers else None
 
 

@@ -36,7 +36,12 @@ def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture
             f" {', '.join(there)}{experts}"
         )
         raise ConfigError("lora.targets", config.targets, wanted)
-    kernels = tuple(kernel for target, kernel in there.items() if target in config.targets)
+    kernels = tuple(
+        kernel
+        for target, of_target in there.items()
+        for kernel in of_target
+        if target in config.targets
+    )
     return replace(arch, adapters=Adapters(kernels, config.rank, config.scale))
 
 

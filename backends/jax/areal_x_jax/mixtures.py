@@ -47,10 +47,19 @@ class Experts:
     weighs_inputs: bool = False
     """True if the weights multiply what experts read and not what they return."""
 
+    beside: bool = False
+    """True if each layer has a plain MLP too. The router then reads what both outputs are added to,
+    divided by its RMS and scaled, experts read it with a norm of their own, and each expert's weight
+    has a factor; kernels of all experts are saved as one tensor, outputs first."""
 
-def experts_of(described: ParsedConfig) -> Experts | None:
-    """Returns None if no layer has experts."""
+
+def experts_of(described: ParsedConfig, written: Mapping[str, Any]) -> Experts | None:
+    """Returns None if no layer has experts. written: config.json."""
     family, text = described.family, described.text
+    if family.router:
+        return routed_experts(described, written)
+    if family.varied:
+        return experts_beside(text)
     if not family.sparse:
         return None
     # Mixtures without these fields have experts in every layer, and their weights sum to 1.
@@ -75,6 +84,19 @@ def experts_of(described: ParsedConfig) -> Experts | None:
         dense=tuple(i for i in layers if i not in sparse),
         clamp=(float(text.swiglu_alpha), float(text.swiglu_limit)) if family.clamped else None,
     )
+
+
+def experts_beside(text: Any) -> Experts | None:
+    """The same for families with experts beside each MLP. text: transformers' config."""
+    if not getattr(text, "enable_moe_block", False):
+        return None
+    count, per_token, width = text.num_experts, text.top_k_experts, text.moe_intermediate_size
+    if not count or not width or not 0 < (per_token or 0) <= count:
+        raise UserError(
+            f"config.json: enable_moe_block needs num_experts, moe_intermediate_size and as many"
+            f" top_k_experts at most, but they are {count}, {width} and {per_token}"
+        )
+    return Experts(count, per_token, width, normalised=True, joined=True, beside=True)
 
 
 def routed_experts(described: ParsedConfig, written: Mapping[str, Any]) -> Experts | None:

@@ -23,7 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_x_jax import experts, fp8, layer_scan, pipeline
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.blocked_attention import KEPT
-from areal_x_jax.layer_parts import ACTIVATIONS, PRODUCT, affine, gated_mlp, norm
+from areal_x_jax.feed_forward import feed_forward
+from areal_x_jax.layer_inputs import add_input, layer_inputs
+from areal_x_jax.layer_parts import PRODUCT, affine, norm
+from areal_x_jax.leaf import local_name
 from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
 from areal_x_jax.projections import gated, project_qkv
 from areal_x_jax.recurrent_layers import recur
@@ -100,7 +103,7 @@ def hidden_states(
     "layers": whole layers, from their inputs.
     """
     axes = {
-        name: leaf.axes
+        local_name(name): leaf.axes
         for name, leaf in (
             layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch))
         ).items()
@@ -114,7 +117,7 @@ def hidden_states(
         x: Array,
         of_rows: tuple[Array, Array, Array | None, Array],
         per_layer: Any,
-        chosen: Array | None,
+        of_tokens: tuple[Array | None, Array | None],
     ) -> tuple[Array, experts.Use | None]:
         """Applies the layers of `scanned`, all or those of a stage."""
         positions, segment_ids, until, trained = of_rows
@@ -127,26 +130,32 @@ def hidden_states(
             arch, positions, segment_ids, tries, implementation, partitioner, ends
         )
 
-        def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, experts.Use | None]:
-            weights, ((window, rope_index, depth), chosen) = of_layer
+        def layer(number: int, x: Array, of_layer: tuple[Any, ...], kept: Any) -> layer_scan.Passed:
+            weights, ((window, rope_index, depth), (chosen, own)) = of_layer
+            if scanned.varied is not None:  # their shapes differ, so that they are chosen here
+                window, rope_index = scanned.windows[number], scanned.layer_ropes[number]
             weights = partitioner.gathered(weights, axes)
             weights = fp8.marked(weights) if scanned.fp8 else weights
+            keys = None
             if "a_log" in weights:
                 attended = recur(arch, weights, x, segment_ids, partitioner)
             else:
                 rotation = _select(rotations, rope_index)
-                query, key, value, gate = project_qkv(arch, weights, x, rotation)
+                query, keys, gate = project_qkv(arch, weights, x, rotation)
+                key, value = kept if keys is None else keys
                 attended = gated(attend(query, key, value, window, weights.get("sinks")), gate)
-            x, routing = finish_layer(arch, weights, x, attended, partitioner, chosen)
+            x, routing = finish_layer(arch, weights, x, attended, partitioner, chosen, own)
             if images is not None and depth is not None:
                 x = add_deepstack(x, images, depth)
             use = None if routing is None else experts.use(routing, segment_ids > 0, trained)
-            return partitioner.constrain(x, "rows", "length", None), use
+            x = partitioner.constrain(x, "rows", "length", None)
+            return x, use, keys if scanned.is_shared(number) else None
 
-        layer = jax.checkpoint(layer, policy=policy)
-        return layer_scan.scan(scanned, layer, x, layers, (per_layer, chosen))
+        step = jax.checkpoint(layer, policy=policy, static_argnums=0)
+        return layer_scan.scan(scanned, step, x, layers, (per_layer, of_tokens))
 
     x = embed(arch, params, tokens)
+    own = layer_inputs(arch, params, tokens, x)
     if images is not None:
         x = jnp.where(
             images.places[..., None] < 0, x, gather_places(images.embeddings, images.places)
@@ -157,8 +166,8 @@ def hidden_states(
     of_rows = positions, segment_ids, until, segment_ids > 0 if trained is None else trained
     depth = None if images is None or images.deepstack is None else np.arange(arch.layers)
     per_layer = np.array(arch.windows), np.array(arch.layer_ropes), depth
-    chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
-    of = params["layers"], x, of_rows, per_layer, chosen
+    of_tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 2, 0), (recorded, own))
+    of = params["layers"], x, of_rows, per_layer, of_tokens
     if partitioner.size("stage") == 1:
         x, use = through(arch, *of)
     else:
@@ -210,9 +219,10 @@ def finish_layer(
     attended: Float[Array, "... features"],
     partitioner: Partitioner = ONE_DEVICE,
     recorded: Int[Array, "... per_token"] | None = None,
+    own: Float[Array, "... width"] | None = None,
 ) -> tuple[Float[Array, "... hidden"], experts.Routing | None]:
     """The part of a layer after attention: output projection, residual, gated MLP or experts,
-    residual. Returns its output and how experts were chosen."""
+    residual. own: the layer's of `layer_inputs`. Returns its output and how experts were chosen."""
 
     def add(x: Array, y: Array, out_norm: str) -> Array:
         y = norm(y, layer[out_norm], arch) if out_norm in layer else y
@@ -225,26 +235,19 @@ def finish_layer(
         y = norm(before, layer["input_norm"], arch)
     else:
         y = norm(x, layer["mlp_norm"], arch) if "mlp_norm" in layer else x
-    activation, routing = ACTIVATIONS[arch.activation], None
-    if arch.experts is None or "router" not in layer:
-        y = gated_mlp(layer, "", y, activation)
-    else:
-        biases = layer.get("router_bias"), layer.get("router_correction")
-        routing = experts.route(arch.experts, layer["router"], y, recorded, *biases)
-        shared = 0
-        if arch.experts.shared:
-            shared = gated_mlp(layer, "shared_", y, activation)
-            if "shared_router" in layer:
-                shared = jax.nn.sigmoid(y @ layer["shared_router"]) * shared
-        rule = arch.experts.clamp, arch.experts.weighs_inputs
-        y = experts.mixture(layer, y, routing, activation, partitioner, *rule) + shared
-    return add(x, y, "mlp_out_norm"), routing
+    y, routing = feed_forward(arch, layer, x, y, partitioner, recorded)
+    x = add(x, y, "mlp_out_norm")
+    if own is not None:
+        x = add_input(arch, layer, x, own)
+    if "layer_scalar" in layer:  # a buffer, which is not trained
+        x = x * jax.lax.stop_gradient(layer["layer_scalar"]).astype(x.dtype)
+    return x, routing
 
 
-def _select(of_kinds: tuple[Any, ...], index: Array) -> Any:
-    """Returns the variant of a layer, given its scanned index."""
-    if len(of_kinds) == 1:
-        return of_kinds[0]
+def _select(of_kinds: tuple[Any, ...], index: Array | int) -> Any:
+    """Returns the variant of a layer, given its index, which is scanned if they have one shape."""
+    if len(of_kinds) == 1 or isinstance(index, int):
+        return of_kinds[index if isinstance(index, int) else 0]
     return jax.tree.map(
         lambda *kinds: jax.lax.dynamic_index_in_dim(jnp.stack(kinds), index, keepdims=False),
         *of_kinds,

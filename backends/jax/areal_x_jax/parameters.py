@@ -9,7 +9,7 @@ axis.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,13 +20,21 @@ from areal_x.protocols.trainer_config import EXPERTS
 from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.delta_rule import DeltaRule
 from areal_x_jax.families import LATENTS, MLP, ON_DISK, OUT, QKV
+from areal_x_jax.leaf import Leaf, local_name, mlp
+from areal_x_jax.varied_parameters import (
+    input_leaves,
+    mixture_beside,
+    varied_leaves,
+    varied_sizes,
+)
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
 
 # Leaves that no optimizer changes: what a router chooses experts by is exact, and moves by
-# trainer.balance_rate alone.
-FIXED = ("router_correction",)
+# trainer.balance_rate alone; a factor of a layer's output stays as it was loaded. Both are buffers in
+# transformers.
+FIXED = ("router_correction", "layer_scalar")
 # Leaves that are fp32 in any compute precision.
 EXACT = ("score", *FIXED)
 
@@ -83,34 +91,6 @@ VISION_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A parameter. name: Hugging Face's, {expert} standing for a number. axes: the kind of each
-    axis as stored, without the stack's. stack: the layers that have it (see
-    `Architecture.layers_in`)."""
-
-    name: str
-    axes: tuple[str, ...]
-    stack: str = "layers"
-
-    @property
-    def module(self) -> str:
-        """The last part of its module's name, "q_proj"."""
-        return self.name.split(".")[-2]
-
-    @property
-    def order(self) -> tuple[int, ...] | None:
-        """The order of its axes, but for that of an expert's number, in a file; None if it is this
-        one."""
-        if "{expert}" not in self.name and self.axes[0] == "experts":
-            if "rank" not in self.axes:
-                return None
-            # Of adapters, PEFT joins the experts' rows of A, and their columns of B (hf.adapters).
-            return (0, 2, 1) if self.axes[2] == "rank" else (2, 1, 0)
-        as_stored = self.axes[0] in ("vocab", "vision_positions", "one")
-        return None if len(self.axes) == 1 or as_stored else (1, 0)
-
-
 def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
     """Returns the parameters of layers."""
     if arch.adapters is not None:
@@ -152,6 +132,8 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
             for name in ("attention_out_norm", "mlp_out_norm")
         }
     found |= mlp_leaves(arch)
+    if arch.varied is not None:
+        found = varied_leaves(arch, found)
     # In families whose modules have other names.
     names = dict(arch.names)
     return {
@@ -214,6 +196,8 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
     plain = mlp("", "mlp", "intermediate", MLP in arch.biases)
     if arch.experts is None:
         return plain
+    if arch.experts.beside:
+        return plain | mixture_beside()
     mixture = {"router": Leaf("mlp.gate.weight", ("hidden", "experts"))}
     if arch.experts.clamp or arch.experts.joined:
         of_experts = {
@@ -254,7 +238,7 @@ def mlp_leaves(arch: Architecture) -> dict[str, Leaf]:
 ADAPTABLE = (
     *("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "o"),
     *(f"delta_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a", "o")),
-    *("gate", "up", "gate_up", "down"),
+    *("gate", "up", "gate_up", "down", "inputs_gate", "inputs_projection"),
 )
 # Kernels of experts by transformers' names, which stack them; gate and up are one there.
 OF_EXPERTS = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}
@@ -266,17 +250,20 @@ def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
     # Llama 4 stacks its experts elsewhere, and transposed.
     adapts_experts = arch.experts is not None and not arch.experts.weighs_inputs
     of_experts = tuple(OF_EXPERTS) if adapts_experts else ()
-    return (*(name for name in ADAPTABLE if name in leaves), *of_experts)
+    found = (name for local in ADAPTABLE for name in leaves if local_name(name) == local)
+    return (*found, *of_experts)
 
 
-def adapter_targets(arch: Architecture) -> dict[str, str]:
+def adapter_targets(arch: Architecture) -> dict[str, tuple[str, ...]]:
     """Returns the kernels that can have adapters by PEFT's names of their modules ("q_proj", …), or
     of experts' parameters ("experts.down_proj")."""
     leaves = layer_leaves(replace(arch, adapters=None))
-    return {
-        EXPERTS + OF_EXPERTS[kernel] if kernel in OF_EXPERTS else leaves[kernel].module: kernel
-        for kernel in adaptable_kernels(arch)
-    }
+    found: dict[str, tuple[str, ...]] = {}
+    for kernel in adaptable_kernels(arch):
+        of_experts = kernel in OF_EXPERTS
+        target = EXPERTS + OF_EXPERTS[kernel] if of_experts else leaves[kernel].module
+        found[target] = (*found.get(target, ()), kernel)
+    return found
 
 
 def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf]:
@@ -288,7 +275,9 @@ def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf
         if kernel in OF_EXPERTS:
             stack = decoder["experts_down"].stack
             targets = [EXPERTS + OF_EXPERTS[x] for x in kernels if x in OF_EXPERTS]
-            module = f"mlp.experts{expert_module(OF_EXPERTS[kernel], targets)}"
+            beside = arch.experts is not None and arch.experts.beside
+            module = "experts" if beside else "mlp.experts"
+            module += expert_module(OF_EXPERTS[kernel], targets)
             into, out = (
                 ("hidden", "expert_gate_and_up")
                 if kernel == "experts_gate_up"
@@ -302,19 +291,6 @@ def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf
         module, (into, out) = of.name.removesuffix(".weight"), of.axes
         found[f"{kernel}_lora_a"] = Leaf(f"{module}.lora_A.weight", (into, "rank"), of.stack)
         found[f"{kernel}_lora_b"] = Leaf(f"{module}.lora_B.weight", ("rank", out), of.stack)
-    return found
-
-
-def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
-    axes = {"gate": ("hidden", width), "up": ("hidden", width), "down": (width, "hidden")}
-    found = {
-        f"{prefix}{name}": Leaf(f"{module}.{name}_proj.weight", own) for name, own in axes.items()
-    }
-    if biases:
-        found |= {
-            f"{prefix}{name}_bias": Leaf(f"{module}.{name}_proj.bias", own[1:])
-            for name, own in axes.items()
-        }
     return found
 
 
@@ -340,7 +316,7 @@ def other_leaves(arch: Architecture) -> dict[str, Leaf]:
         Leaf(f"{module}.embed_tokens.weight", ("vocab", "hidden")),
         Leaf(f"{module}.norm.weight", ("hidden",)),
     )
-    found = {"embed": embed, "norm": norm}
+    found = {"embed": embed, "norm": norm, **input_leaves(arch, module)}
     if arch.scores:
         found["score"] = Leaf("score.weight", ("hidden", "one"))
     elif not arch.tied:
@@ -400,6 +376,7 @@ def sizes_of(arch: Architecture) -> dict[str, int]:
             "shared_intermediate": experts.shared if experts else 0,
             "query_and_gate": 2 * arch.heads * arch.head_dim,
             **delta_rule_sizes(arch.delta),
+            **varied_sizes(arch),
             **{stack: len(arch.layers_in(stack)) for stack in STACKS},
             "rank": arch.adapters.rank if arch.adapters else 0,
             "one": 1,

@@ -28,7 +28,7 @@ from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import ROW_AXES, Partitioner
 
 Through = Callable[..., tuple[Array, Use | None]]
-"""`(architecture, layers, x, of_rows, per_layer, chosen)`: applies all layers of an architecture to
+"""`(architecture, layers, x, of_rows, per_layer, of_tokens)`: applies all layers of an architecture to
 rows, see `in_turns`."""
 
 
@@ -40,13 +40,13 @@ def in_turns(
     x: Float[Array, "rows length hidden"],
     of_rows: Any,
     per_layer: Any,
-    chosen: Array | None,
+    of_tokens: Any,
 ) -> tuple[Array, Use | None]:
     """Returns what `through` does for all layers and rows; each layer's imbalance is its mean over the
     turns, weighted by tokens.
 
     of_rows: a tree of arrays [rows, …], the second of them the rows' segments. per_layer: a tree of
-    arrays [layers, …]. chosen: [layers, rows, …].
+    arrays [layers, …]. of_tokens: a tree of arrays [layers, rows, …].
     """
     stages, shares = partitioner.size("stage"), partitioner.size(*ROW_AXES)
     turns = len(x) // shares
@@ -63,7 +63,7 @@ def in_turns(
     layers, per_layer = jax.tree.map(by_stage, (layers, per_layer))
     inputs, of_rows = jax.tree.map(by_turn, (x, of_rows))
     # [stages, turns, layers, rows, …]
-    chosen = None if chosen is None else jnp.moveaxis(by_turn(by_stage(chosen), 2), 2, 1)
+    of_tokens = jax.tree.map(lambda a: jnp.moveaxis(by_turn(by_stage(a), 2), 2, 1), of_tokens)
 
     def turn(x: Array, number: Array) -> tuple[Array, Any]:
         x = jnp.roll(x, 1, axis=0).at[0].set(inputs[jnp.minimum(number, turns - 1)])
@@ -71,9 +71,9 @@ def in_turns(
         own = number - jnp.arange(stages)  # the rows that each stage has
         at = jnp.clip(own, 0, turns - 1)
         rows = jax.tree.map(lambda a: a[at], of_rows)
-        experts = None if chosen is None else jax.vmap(lambda a, i: a[i])(chosen, at)
+        own_tokens = jax.tree.map(lambda a: jax.vmap(lambda a, i: a[i])(a, at), of_tokens)
         x, use = jax.vmap(lambda *of: through(of_stage, *of), spmd_axis_name="stage")(
-            layers, x, rows, per_layer, experts
+            layers, x, rows, per_layer, own_tokens
         )
         x = partitioner.constrain(x, "stages", "rows", "length", None)
         has_rows = (own >= 0) & (own < turns)
@@ -101,4 +101,5 @@ def stage_architecture(arch: Architecture, stages: int) -> Architecture:
     delta = arch.delta
     if delta is not None:
         delta = replace(delta, layers=tuple(i for i in delta.layers if i < layers))
-    return replace(arch, layers=layers, experts=experts, delta=delta)
+    varied = arch.varied.first(layers) if arch.varied else None
+    return replace(arch, layers=layers, experts=experts, delta=delta, varied=varied)

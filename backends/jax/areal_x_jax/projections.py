@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,42 +18,59 @@ from areal_x_jax.parameters import Params
 from areal_x_jax.rotations import Rotation, rope
 
 
+class Projected(NamedTuple):
+    """One layer's rotated queries and keys, and values. keys: with the values, None for a layer that
+    attends to those of another. gate: logits of the output's gates; None if it has none."""
+
+    query: Float[Array, "... heads head_dim"]
+    keys: (
+        tuple[Float[Array, "... kv_heads head_dim"], Float[Array, "... kv_heads value_dim"]] | None
+    )
+    gate: Float[Array, "... features"] | None
+
+
 def project_qkv(
     arch: Architecture, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation
-) -> tuple[Array, Array, Array, Array | None]:
-    """Returns rotated queries [..., heads, head_dim] and keys, values [..., kv_heads, value_dim], and
-    logits of the output's gates, if it has any, [..., heads · head_dim], of one layer's input."""
+) -> Projected:
+    """Returns the queries, keys and values of one layer's input."""
     if "input_norm" in layer:
         x = norm(x, layer["input_norm"], arch)
     if arch.latent is not None:
-        return *project_latent(arch, arch.latent, layer, x, rotation), None
+        query, *keys = project_latent(arch, arch.latent, layer, x, rotation)
+        return Projected(query, (keys[0], keys[1]), None)
     if "qkv" in layer:
         ends = np.cumsum([arch.heads, arch.kv_heads]) * arch.head_dim
         query, key, value = jnp.split(affine(layer, "qkv", x), ends, axis=-1)
     else:
-        query, key, value = (affine(layer, name, x) for name in "qkv")
+        query = affine(layer, "q", x)
+        key = affine(layer, "k", x) if "k" in layer else None
+        value = affine(layer, "v", x) if "v" in layer else key
 
     gate = None
     if arch.gated:  # each head's query and gate are neighbours
         query, gate = jnp.split(query.reshape(*query.shape[:-1], arch.heads, -1), 2, axis=-1)
         query, gate = (part.reshape(*x.shape[:-1], -1) for part in (query, gate))
 
-    def normalised(x: Array, name: str) -> Array:
-        return norm(x, layer[name], arch) if name in layer else x
+    head_dim = query.shape[-1] // arch.heads  # layers may differ in it
 
     def by_head(x: Array) -> Array:
-        return x.reshape(*x.shape[:-1], -1, arch.head_dim)
+        return x.reshape(*x.shape[:-1], -1, head_dim)
 
-    if arch.wide_qk_norm:
-        query, key = by_head(normalised(query, "q_norm")), by_head(normalised(key, "k_norm"))
-    else:
-        query, key = normalised(by_head(query), "q_norm"), normalised(by_head(key), "k_norm")
-    query, key = (rope(x, rotation, arch.interleaved) for x in (query, key))
-    if rotation.unit is not None:
-        query, key = (jnp.where(rotation.unit, unit_rms(x, arch.eps), x) for x in (query, key))
+    def rotated(x: Array, name: str) -> Array:
+        x = x if arch.wide_qk_norm else by_head(x)
+        x = norm(x, layer[name], arch) if name in layer else x
+        x = rope(by_head(x) if arch.wide_qk_norm else x, rotation, arch.interleaved)
+        return x if rotation.unit is None else jnp.where(rotation.unit, unit_rms(x, arch.eps), x)
+
+    query = rotated(query, "q_norm")
     if rotation.factor is not None:
         query = (query * rotation.factor).astype(query.dtype)
-    return query, key, by_head(value), gate
+    if key is None:
+        return Projected(query, None, gate)
+    value = by_head(value)
+    if arch.varied is not None:
+        value = unit_rms(value, arch.eps)
+    return Projected(query, (rotated(key, "k_norm"), value), gate)
 
 
 def project_latent(

@@ -41,11 +41,13 @@ class Rope:
     """Rotary positions with base theta, and how they are scaled beyond the length of a model's
     first training.
 
-    kind: "default", "linear" (positions divided by factor), "llama3", "yarn", or "none" for layers
-    that do not rotate. low, high: where
+    kind: "default", "linear" (positions divided by factor), "llama3", "yarn", "proportional", or
+    "none" for layers that do not rotate. low, high: where
     scaling of frequencies begins and ends; for yarn in rotations over the original length
     (beta_slow, beta_fast), which truncate widens to whole pairs of features. scale: of cosines and
-    sines (yarn's attention factor). part: of the features of a head, the first that are rotated.
+    sines (yarn's attention factor). part: of the features of a head, the first that are rotated; of
+    "proportional", whose pairs are those of whole heads, the part of the pairs that are. features: of
+    a head, where they are not those of all layers.
     """
 
     theta: float = 10000.0
@@ -57,6 +59,7 @@ class Rope:
     scale: float = 1.0
     truncate: bool = True
     part: float = 1.0
+    features: int = 0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Returns radians per position for each pair of rotated features, [part · head_dim / 2], in
@@ -65,10 +68,12 @@ class Rope:
         Sources: RoFormer, arXiv 2104.09864; linear, arXiv 2306.15595; yarn, arXiv 2309.00071, eq.
         23; llama3, arXiv 2407.21783.
         """
+        head_dim = self.features or head_dim
+        if self.kind == "proportional":
+            turned = np.arange(head_dim // 2) < int(self.part * head_dim // 2)
+            return (self._plain(head_dim) * turned / np.float32(self.factor)).astype(np.float32)
         head_dim = int(head_dim * self.part)
-        plain = (
-            self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
-        ).astype(np.float32)
+        plain = self._plain(head_dim)
         if self.kind == "none":
             return np.zeros_like(plain)
         if self.kind == "default":
@@ -91,6 +96,10 @@ class Rope:
             )
         kept = np.clip(kept, 0, 1)
         return (plain * kept + stretched * (1 - kept)).astype(np.float32)
+
+    def _plain(self, head_dim: int) -> np.ndarray:
+        pairs = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        return (self.theta**-pairs).astype(np.float32)
 
     def _pair(self, rotations: float, head_dim: int) -> float:
         """Returns the pair of features that rotates this often over the original length."""
@@ -117,9 +126,29 @@ def ropes_of(described: ParsedConfig) -> tuple[Rope, ...]:
     refuse_features({f"rope_parameters for all layers alike ({others})": bool(others)})
     # transformers looks for it beside the kinds of layers, where nothing else is allowed.
     refuse_features(
-        {"truncate in one kind of layers": any("truncate" in parameters[kind] for kind in kinds)}
+        {
+            "truncate in one kind of layers": any(
+                "truncate" in (parameters.get(kind) or ()) for kind in kinds
+            )
+        }
     )
-    return tuple(rope_of(parameters[kind], most) for kind in kinds)
+    return tuple(rope_of_kind(described, kind) for kind in kinds)
+
+
+def rope_of_kind(described: ParsedConfig, kind: str) -> Rope:
+    """Returns the rotation of layers of this kind.
+
+    Raises: UserError if there are any and the config has none for them.
+    """
+    text, varied = described.text, described.family.varied
+    fields = text.rope_parameters.get(kind)
+    used = kind in text.layer_types
+    if fields is None and used:
+        raise UserError(f"config.json: rope_parameters has none for layers of the kind {kind}")
+    if fields is None:
+        return Rope(kind="none")
+    rope = rope_of(fields, text.max_position_embeddings, whole_heads=varied)
+    return replace(rope, features=text.per_layer_config[kind].head_dim) if varied and used else rope
 
 
 def rope_indices(described: ParsedConfig, windows: Sequence[int]) -> tuple[int, ...]:
@@ -138,11 +167,16 @@ def rope_indices(described: ParsedConfig, windows: Sequence[int]) -> tuple[int, 
     return tuple(int(family.ropes_by_kind and window > 0) for window in windows)
 
 
-def rope_of(fields: Mapping[str, Any], longest: int, partial: bool = False) -> Rope:
+def rope_of(
+    fields: Mapping[str, Any], longest: int, partial: bool = False, whole_heads: bool = False
+) -> Rope:
     """longest: the config's max_position_embeddings. partial: whether the family reads the share of
-    features that are rotated."""
+    features that are rotated. whole_heads: whether it has the kind "proportional"."""
     part = float(fields.get("partial_rotary_factor") or 1)
     kind, unknown = fields["rope_type"], ", ".join(sorted(set(fields) - FIELDS))
+    if whole_heads and kind == "proportional" and not unknown:
+        part, divisor = (float(fields.get(x, 1)) for x in ("partial_rotary_factor", "factor"))
+        return Rope(float(fields["rope_theta"]), kind, divisor, part=part)
     refuse_features(
         {
             f"rope scaling {kind!r}": kind not in KINDS,

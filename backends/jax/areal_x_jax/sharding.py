@@ -24,24 +24,26 @@ from jaxtyping import Array
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_jax.architecture import Architecture
+from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.parameters import Params, parameter_axes
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")
 RULES: dict[str, str | tuple[str, ...] | None] = {
     # parameters
-    "layers": "stage",
-    "dense": "stage",
-    "sparse": "stage",
-    "recurrent": "stage",
-    "attention": "stage",
+    **dict.fromkeys(STACKS, "stage"),
     "vocab": "tensor",
     "hidden": "fsdp",
+    "input_vocab": "tensor",
+    "table_width": "fsdp",
     "query": "tensor",
     "query_and_gate": "tensor",
     "key": "tensor",
     "attended": "tensor",
+    "full_query": "tensor",
+    "full_key": "tensor",
+    "full_attended": "tensor",
+    "doubled_intermediate": "tensor",
     "query_latent": "fsdp",
     "latent": "fsdp",
     "keys_and_values": "tensor",
@@ -186,7 +188,18 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
         "entries of the vocabulary": ("tensor", arch.vocab),
         "features of the MLP": (
             "tensor",
-            arch.intermediate if arch.experts is None or arch.experts.dense else 0,
+            arch.intermediate
+            if arch.experts is None or arch.experts.dense or arch.experts.beside
+            else 0,
+        ),
+        "key-value heads of full layers": ("tensor", arch.varied.kv_heads if arch.varied else 0),
+        "entries of the layers' embeddings": (
+            "tensor",
+            arch.varied.input_vocab if arch.varied else 0,
+        ),
+        "features of the layers' embeddings": (
+            "fsdp",
+            arch.layers * arch.varied.inputs if arch.varied else 0,
         ),
         "key heads of the delta rule": ("tensor", arch.delta.key_heads if arch.delta else 0),
         "features of an expert": ("tensor", arch.experts.intermediate if arch.experts else 0),
@@ -233,12 +246,18 @@ def check_stages(arch: Architecture, stages: int) -> None:
     each, kinds = arch.layers // stages, arch.kinds()
     of_stages = [kinds[n * each : (n + 1) * each] for n in range(stages)]
     if any(own != of_stages[0] for own in of_stages):
-        parts = ("dense", "have no experts"), ("recurrent", "have a gated delta rule")
+        parts = (
+            ("dense", "have no experts"),
+            ("recurrent", "have a gated delta rule"),
+            ("full", "have full attention"),
+        )
         reason = " and ".join(
             f"the layers {', '.join(map(str, own))} {what}"
             for stack, what in parts
             if (own := arch.layers_in(stack))
         )
+        if arch.varied and (own := arch.varied.sharing):
+            reason += f" and the layers {', '.join(map(str, own))} share keys and values of others"
         raise UserError(
             f"mesh.stage = {stages} gives stages different kinds of layers, as {reason}: all must have"
             " the same, use mesh.expert or mesh.fsdp"

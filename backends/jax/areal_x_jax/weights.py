@@ -19,10 +19,10 @@ from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer import Mine
 from areal_x_jax.architecture import STACKS, Architecture
 from areal_x_jax.families import IN_MEMORY, ON_DISK
+from areal_x_jax.leaf import Leaf
 from areal_x_jax.parameters import (
     EXACT,
     FIXED,
-    Leaf,
     Params,
     head_of,
     layer_leaves,
@@ -40,6 +40,7 @@ from areal_x_jax.sharding import (
     parameter_shardings,
     put_sharded,
 )
+from areal_x_jax.varied_parameters import is_unused
 from areal_x_jax.vision_architecture import MODULES
 
 # Names of a language model's head in files.
@@ -220,12 +221,13 @@ def as_stored(arch: Architecture, directory: Path) -> Architecture:
 
 def is_ignored(arch: Architecture, name: str) -> bool:
     """True for a tied head that was saved a second time, for a language model's head in a model that
-    scores, for layers that predict further tokens, and for what rotations compute anew."""
+    scores, for layers that predict further tokens, for what rotations compute anew, and for what no
+    layer reads."""
     if name.startswith("mtp."):
         return arch.delta is not None
     if name.endswith(".rotary_emb.inv_freq"):
         return True
-    if is_beside(arch, name):
+    if is_beside(arch, name) or is_unused(arch, f"{module_of(arch)}.layers", name):
         return True
     further = (
         f"{module_of(arch)}.layers.{arch.layers + number}." for number in range(arch.predictors)
