@@ -32,7 +32,11 @@ MAX_BYTES = 20 * 2**20  # of one image as a file
 # of one image, before the model's processor scales it down: 100 MB as bytes of RGB
 MAX_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
-BOTH_WAYS = ("gemma3", "gemma4")  # model types in which the tokens of an image see those after them
+BOTH_WAYS = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+)  # model types in which the tokens of an image see those after them
 CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
 
 Urls = tuple[str, ...]

@@ -35,23 +35,6 @@ BESIDE = (
     "vision_model.",
     "multi_modal_projector.",
 )  # the language model of a multimodal one
-GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
-GEMMA4 |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}
-GEMMA4 |= {"hidden_size_per_layer_input": 0, "bos_token_id": 1, "eos_token_id": 1}
-OF_LAYERS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
-SHARED = OF_LAYERS | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
-MIXED = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
-KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-GEMMA4_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-GEMMA4_TOWER |= {"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64}
-GEMMA4S = {
-    "gemma4": GEMMA4 | SHARED | MIXED | KEYS_AS_VALUES,
-    "gemma4-dense": GEMMA4 | KEYS_AS_VALUES | {"tie_word_embeddings": False},
-    "gemma4-layers": GEMMA4 | OF_LAYERS,
-    "gemma4-shared": GEMMA4 | SHARED,
-    "gemma4-mixture": GEMMA4 | MIXED,
-    "gemma4-beside": {"model_type": "gemma4", "text_config": GEMMA4 | SHARED, "vision_config": GEMMA4_TOWER},
-}
 FAMILIES = (
     MODELS
     | MORE
@@ -68,16 +51,18 @@ FAMILIES = (
         "gpt2": {**SIZES, "model_type": "gpt2", "eos_token_id": 1, "bos_token_id": 1},
     }
 )
-# The first shape of each family that JAX trains too, and all with gated delta rule layers.
-SHAPES = {name: config for name, config in CASES.items() if name.endswith("-0") or name in HYBRIDS}
-FIRST = ("gpt_oss-0", "granite-0", "qwen3_next-0", "qwen3_5_text-1")
-TRAINED = [*FAMILIES, *FIRST, "gemma4", *further(*(x for x in {**SHAPES, **GEMMA4S} if x not in (*FIRST, "gemma4")))]
+# The first shape of each family that JAX trains too, all with gated delta rule layers, and all of Gemma 4.
+SHAPES = {
+    name: config for name, config in CASES.items() if name.endswith("-0") or name in HYBRIDS or name.startswith("gemma4_text")
+}
+FIRST = ("gpt_oss-0", "granite-0", "qwen3_next-0", "qwen3_5_text-1", "gemma4_text-4")
+TRAINED = [*FAMILIES, *FIRST, *further(*(x for x in SHAPES if x not in FIRST))]
 MIXTURES = ["qwen2-moe", "qwen3-moe", "qwen3-moe-tied", *further("qwen3_next-1")]
 
 
 @pytest.fixture(scope="module")
 def family_dir(tmp_path_factory):
-    return cache(lambda name: write_config((FAMILIES | SHAPES | GEMMA4S)[name], tmp_path_factory.mktemp(name), seed=len(name)))
+    return cache(lambda name: write_config((FAMILIES | SHAPES)[name], tmp_path_factory.mktemp(name), seed=len(name)))
 
 
 def trainer_of(directory, **changes):
@@ -169,7 +154,8 @@ def test_one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_
     mine, expected = gradients(ours), gradients(theirs)
     assert mine.keys() == expected.keys()
     for parameter, gradient in expected.items():
-        if name in HYBRIDS:
+        # Of Gemma 4's, transformers' own fp32 is as far from its float64.
+        if name in HYBRIDS or name.startswith("gemma4"):
             assert (mine[parameter] - gradient).norm() < 2e-4 * gradient.norm(), parameter
         else:
             torch.testing.assert_close(mine[parameter], gradient, atol=1e-5, rtol=1e-4, msg=parameter)

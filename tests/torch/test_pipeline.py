@@ -27,8 +27,10 @@ from tests.thorough import further
 SHAPES = [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (3, 3)]
 COUNTS = range(1, 14)
 FIRST = ("granite-0", "qwen3_next-2")
-# A multimodal model is refused, also if it is trained on text, and Llama 4.
-DIVIDED = [x for x in CASES if x.endswith("-0") and "vision_config" not in CASES[x] and not x.startswith("llama4")]
+# A multimodal model is refused, also if it is trained on text, Llama 4, and Gemma 4 with embeddings for each layer.
+UNDIVIDED = ("llama4_text-0", "gemma4_text-0")
+DIVIDED = [x for x in CASES if x.endswith("-0") and "vision_config" not in CASES[x] and x not in UNDIVIDED]
+DIVIDED += ["gemma4_text-1"]
 FAMILIES = [*FIRST, *further(*(name for name in DIVIDED if name not in FIRST))]
 LENGTHS = (7, 12, 3)
 
@@ -184,6 +186,7 @@ def test_a_decoder_with_other_parts_is_refused() -> None:
         ("qwen3", {"stage": 4}, "mesh.stage = 4 cannot work: it must be at most the model's 2 layers: each chunk"),
         ("qwen3", {"stage": 2, "stage_chunks": 2}, "mesh.stage = 2 .* 2 layers / mesh.stage_chunks = 1: each chunk"),
         ("qwen3_vl", {"stage": 2}, "mesh.stage = 2 .* 1 for a model with images"),
+        ("even-gemma4", {"stage": 2}, "mesh.stage = 2 .* 1 for a model whose layers read embeddings of their own"),
         ("qwen3", {"stage": 2, "processes": 3}, "mesh.stage = 2 .* such that stage · data"),
         ("qwen3", {"stage_chunks": 2}, "mesh.stage_chunks = 2 .* 1 with mesh.stage = 1"),
     ],

@@ -30,9 +30,12 @@ LARGEST = 448.0
 LEAST = 2.0**-100  # a block of smaller numbers has the scale of this one
 BIAS = 126  # of exponents, as indices of POWERS
 POWERS = torch.tensor([2.0**exponent for exponent in range(-BIAS, BIAS + 1)])
-# Linear layers of a decoder that stay in the compute precision, by the last part of their names:
-# routers, and the few columns of gates and of a delta rule's steps.
-EXACT = {"gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a"}
+# Linear layers of a decoder that stay in the compute precision, by the last parts of their names:
+# routers, the few columns of gates and of a delta rule's steps, and what is in no block.
+EXACT = (
+    *(".gate", ".router", ".router.proj", ".shared_expert_gate", ".per_layer_model_projection"),
+    *(".in_proj_ba", ".in_proj_b", ".in_proj_a"),
+)
 
 
 class Fp8Linear(SplitLinear):
@@ -48,7 +51,7 @@ def install(model: PreTrainedModel) -> None:
     """Replaces the linear layers of a decoder's blocks, and marks its mixtures of experts."""
     decoder = inner_decoder(model)
     for name, module in list(decoder.named_modules()):
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in EXACT:
+        if type(module) is nn.Linear and not f".{name}".endswith(EXACT):
             decoder.set_submodule(name, Fp8Linear(module))
         elif is_experts(module):
             module.multiply = grouped_product

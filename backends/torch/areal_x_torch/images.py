@@ -25,7 +25,7 @@ from areal_x_torch.flat_rows import FlatRow, to_tensor
 # The model_types whose positions `mrope_positions` computes.
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 # Those of multimodal models of which the language model alone is trained, on text.
-TEXT_OF = ("gemma3", "gemma4", "llama4", "mistral3")
+TEXT_OF = ("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3")
 
 
 class RowImages(NamedTuple):

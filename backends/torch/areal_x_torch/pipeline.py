@@ -56,6 +56,11 @@ def check_stages(model: PreTrainedConfig, mesh: MeshConfig, offload: bool) -> No
         raise wants("1 for a model with images, whose tower is no layer of a stage: use mesh.fsdp")
     if model.model_type == "llama4_text":
         raise wants("1 for a Llama 4, whose decoder reads its embedding itself: use mesh.fsdp")
+    if getattr(model, "hidden_size_per_layer_input", 0) or getattr(
+        model, "num_kv_shared_layers", 0
+    ):
+        parts = "layers read embeddings of their own, or keys and values of other layers"
+        raise wants(f"1 for a model whose {parts}: use mesh.fsdp")
     layers, chunks = model.num_hidden_layers, mesh.stage * mesh.stage_chunks
     if layers < chunks:
         of_chunks = f" / mesh.stage_chunks = {layers // mesh.stage_chunks}"
