@@ -17,8 +17,8 @@ from areal_x.types import Batch
 
 Grid = tuple[int, int, int]
 TEXT_ONLY = (
-    "the batch has images and the model reads text only: train a vision-language model, Qwen2.5-VL"
-    " or Qwen3-VL"
+    "the batch has images and the model reads text only: train a vision-language model, Qwen2.5-VL,"
+    " Qwen3-VL or Gemma 3"
 )
 
 
@@ -46,6 +46,34 @@ def mrope_positions(
     Raises: UserError if the tokens do not match the images.
     """
     tokens = np.asarray(tokens)
+    positions = np.empty((3, len(tokens)), np.int32)
+    start = position = 0
+    spans = image_spans(tokens, grids, image_token_id, merge, sampled)
+    for (first, stop), (frames, height, width) in zip(spans, grids, strict=True):
+        positions[:, start:first] = position + np.arange(first - start)
+        position += first - start
+        inside = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
+        positions[:, first:stop] = position + inside
+        position += max(height, width) // merge
+        start = stop
+    positions[:, start:] = position + np.arange(len(tokens) - start)
+    return positions
+
+
+def image_spans(
+    tokens: Int[np.ndarray, " length"],
+    grids: Sequence[Grid],
+    image_token_id: int,
+    merge: int,
+    sampled: Bool[np.ndarray, " length"] | None = None,
+    apart: bool = False,
+) -> list[tuple[int, int]]:
+    """Returns for each image of a sequence, in order, where its tokens begin and where they end. See
+    `mrope_positions`. apart: refuses images without text between them, of which the tokens could not
+    tell where one ends.
+
+    Raises: UserError if the tokens do not match the images.
+    """
     is_image = image_tokens(tokens, image_token_id, sampled)
     wanted = count_patches(grids) // merge**2
     if is_image.sum() != wanted:
@@ -53,23 +81,23 @@ def mrope_positions(
             f"a sequence has {is_image.sum()} image tokens, but its {len(grids)} images need"
             f" {wanted}"
         )
-    positions = np.empty((3, len(tokens)), np.int32)
-    start = position = 0
-    for frames, height, width in grids:
+    spans: list[tuple[int, int]] = []
+    start = 0
+    for grid in grids:
         first = start + int(is_image[start:].argmax())
-        positions[:, start:first] = position + np.arange(first - start)
-        position += first - start
-        inside = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
-        start = first + inside.shape[1]
-        if not is_image[first:start].all():
+        count = count_patches([grid]) // merge**2
+        if not is_image[first : first + count].all():
             raise UserError(
-                f"the image at token {first} is interrupted: it needs {inside.shape[1]} image"
-                " tokens in a row"
+                f"the image at token {first} is interrupted: it needs {count} image tokens in a row"
             )
-        positions[:, first:start] = position + inside
-        position += max(height, width) // merge
-    positions[:, start:] = position + np.arange(len(tokens) - start)
-    return positions
+        if apart and spans and first == start:
+            raise UserError(
+                f"the image at token {first} follows another at once: text must stand between them, as"
+                " chat templates write it"
+            )
+        start = first + count
+        spans.append((first, start))
+    return spans
 
 
 def image_tokens(

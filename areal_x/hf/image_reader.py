@@ -7,7 +7,8 @@ ever downloaded:
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo…"}}
 
 The chat template writes one image token for each; it is repeated here once for each merged patch of
-the image's grid, as Hugging Face's processors do.
+the image's grid, as Hugging Face's processors do. Gemma 3's writes one token at which an image
+begins: the image's tokens follow it, then one at which it ends.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import TaskError, UserError
+from areal_x.hf.image_format import (
+    SQUARE,
+    ImageFormat,
+    described_config,
+    format_of,
+    patches_of,
+)
 from areal_x.hf.image_positions import check_grids, count_patches
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Message
@@ -32,11 +40,7 @@ MAX_BYTES = 20 * 2**20  # of one image as a file
 # of one image, before the model's processor scales it down: 100 MB as bytes of RGB
 MAX_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
-BOTH_WAYS = (
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-)  # model types in which the tokens of an image see those after them
+WANTED = "train a vision-language model, Qwen2.5-VL, Qwen3-VL or Gemma 3"
 CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
 
 Urls = tuple[str, ...]
@@ -80,13 +84,14 @@ class ImageReader:
     process: Any
     """The model's Hugging Face image processor."""
 
-    token: int
-    """Id of the token that stands for a square of merge × merge patches."""
-
-    merge: int
+    form: ImageFormat
 
     directory: str
     """The model's, for error messages."""
+
+    ends: tuple[int, int] | None = None
+    """Ids of the tokens between which an image's stand, of which the template writes the first; None if
+    the template writes the image token itself."""
 
     def read(self, urls: Urls) -> Images:
         """The patches of the images. Raises: UnreadableImage."""
@@ -99,9 +104,37 @@ class ImageReader:
             raise UnreadableImage(
                 f"the model's processor rejects an image (of {sizes} pixels): {error}"
             ) from error
+        pixels = np.asarray(read["pixel_values"], np.float32)
+        if self.form.side:
+            if np.any(read.get("num_crops", 0)):
+                raise UserError(
+                    f"the image processor of {self.directory} cuts images into crops beside the whole,"
+                    " which is not supported: set do_pan_and_scan to false in preprocessor_config.json"
+                )
+            return Images(*patches_of(pixels, self.form))
         grids = np.asarray(read["image_grid_thw"], np.int32)
-        check_grids(grids.tolist(), self.merge)
-        return Images(np.asarray(read["pixel_values"], np.float32), grids)
+        check_grids(grids.tolist(), self.form.merge)
+        return Images(pixels, grids)
+
+    def tokens_of(self, tokenizer: Any, text: str, images: Images) -> Int32[np.ndarray, " prompt"]:
+        """Returns the tokens of a rendered chat template, with as many image tokens as the images have
+        squares of patches.
+
+        Raises: UserError if the template did not write one token for each image.
+        """
+        if self.ends is None:
+            tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+            return self.expand_tokens(tokens, images)
+        counts = self._counts(images)
+        # In the text, as the line breaks around an image join others to tokens of their own.
+        begin, end, image = tokenizer.convert_ids_to_tokens([*self.ends, self.form.token])
+        before, *after = text.split(begin)
+        self._check_count(len(after), len(counts))
+        shown = (f"\n\n{begin}{image * n}{end}\n\n{x}" for n, x in zip(counts, after, strict=True))
+        whole = "".join([before, *shown])
+        tokens = np.asarray(tokenizer.encode(whole, add_special_tokens=False), np.int32)
+        self._check_count((tokens == self.form.token).sum() / counts[0], len(counts))
+        return tokens
 
     def expand_tokens(
         self, tokens: Int32[np.ndarray, " T"], images: Images
@@ -110,16 +143,23 @@ class ImageReader:
 
         Raises: UserError if the template did not write one token for each image.
         """
-        places = np.flatnonzero(tokens == self.token)
-        if len(places) != len(images.grids):
+        places, counts = np.flatnonzero(tokens == self.form.token), self._counts(images)
+        self._check_count(len(places), len(counts))
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[places] = counts
+        return np.repeat(tokens, repeats)
+
+    def _counts(self, images: Images) -> list[int]:
+        """Returns the number of tokens of each image."""
+        return [count_patches([grid]) // self.form.merge**2 for grid in images.grids.tolist()]
+
+    def _check_count(self, found: float, wanted: int) -> None:
+        if found != wanted:
             raise UserError(
-                f"the chat template of {self.directory} writes {len(places)} image tokens for"
-                f" {len(images.grids)} images: use the template that came with the model, and no"
+                f"the chat template of {self.directory} writes {found:g} image tokens for"
+                f" {wanted} images: use the template that came with the model, and no"
                 " image tokens in texts"
             )
-        counts = np.ones(len(tokens), np.int64)
-        counts[places] = [count_patches([grid]) // self.merge**2 for grid in images.grids.tolist()]
-        return np.repeat(tokens, counts)
 
 
 @lru_cache(maxsize=CACHED)
@@ -140,17 +180,15 @@ def load_image_reader(directory: str) -> ImageReader:
     """Loads the image processor of a model. Raises: UserError for a text-only model, or a processor
     that does not load."""
     config = read_config(Path(directory))
-    tower = config.get("vision_config", {})
-    if "image_token_id" not in config or "spatial_merge_size" not in tower:
-        model_type, wanted = (
-            config.get("model_type"),
-            "a vision-language model, Qwen2.5-VL or Qwen3-VL",
-        )
+    model_type, tower = config.get("model_type"), config.get("vision_config", {})
+    if model_type in SQUARE and tower:
+        described = described_config(config)
+        form, ends = format_of(described), (described.boi_token_id, described.eoi_token_id)
+    elif "image_token_id" in config and "spatial_merge_size" in tower:
+        form, ends = format_of(described_config(config)), None
+    else:
         reads = f"is a {model_type}, which is trained on text alone" if tower else "reads text only"
-        if model_type in BOTH_WAYS:
-            reads += ", as its attention among the tokens of an image is not causal"
-        raise UserError(f"the prompt has images and {directory} {reads}: train {wanted}")
-    token, merge = config["image_token_id"], tower["spatial_merge_size"]
+        raise UserError(f"the prompt has images and {directory} {reads}: {WANTED}")
     try:
         from transformers import AutoImageProcessor
 
@@ -165,7 +203,7 @@ def load_image_reader(directory: str) -> ImageReader:
         raise UserError(
             f"{directory} has no image processor that loads ({reason}): {wanted}"
         ) from error
-    return ImageReader(process, int(token), int(merge), directory)
+    return ImageReader(process, form, directory, ends)
 
 
 def _url(part: Mapping[str, Any]) -> str:

@@ -199,13 +199,12 @@ def encode(
             "the prompt is a list of messages but the tokenizer has no chat template: add"
             " chat_template.jinja to the model"
         )
-    messages = list(prompt) if images is None else with_image_placeholders(prompt)
-    tokens = np.asarray(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False),
-        np.int32,
+    if images is None:
+        tokens = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, return_dict=False
+        )
+        return np.asarray(tokens, np.int32)
+    text = tokenizer.apply_chat_template(
+        with_image_placeholders(prompt), add_generation_prompt=True, tokenize=False
     )
-    return (
-        tokens
-        if images is None
-        else load_image_reader(tokenizer.name_or_path).expand_tokens(tokens, images)
-    )
+    return load_image_reader(tokenizer.name_or_path).tokens_of(tokenizer, text, images)

@@ -12,9 +12,10 @@ from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient, vllm_client
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import features_for
+from areal_x.engines.vllm.features import check_causal, features_for
 from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.handles import HandlesSender
+from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.engines.vllm.server import Launch
 from areal_x.engines.vllm.transports import (
     TRANSPORTS,
@@ -61,6 +62,8 @@ class VLLMEngine(FleetEngine[VLLMConfig]):
     def features(self, request: Request) -> dict[str, Any] | None:
         if request.images is None:
             return None
+        if not self.config.urls and is_cpu_build():
+            check_causal(self.model)
         return features_for(self.model, request.tokens, request.images)
 
     def chat_servers(self) -> Sequence[VLLMClient]:

@@ -17,6 +17,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import UserError
+from areal_x.hf.image_format import (
+    SQUARE,
+    ImageFormat,
+    described_config,
+    format_of,
+    pixels_of,
+)
 from areal_x.hf.image_positions import count_patches
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images
@@ -33,17 +40,26 @@ def features_for(
     """Returns `features_of` for a model. model: the directory of the served model. Raises:
     UserError for a text-only model."""
     config = read_config(model)
-    if "image_token_id" not in config:
+    if "image_token_id" not in config and config.get("model_type") not in SQUARE:
         raise UserError(
             f"the prompt has images but {model} is a text-only model: train a vision-language model"
         )
-    return features_of(
-        prompt, images, config["image_token_id"], config["vision_config"]["spatial_merge_size"]
-    )
+    return features_of(prompt, images, format_of(described_config(config)))
+
+
+def check_causal(model: Path) -> None:
+    """Raises: UserError for a model in which the tokens of an image see each other: vLLM's attention on a
+    CPU is causal there too, and samples from another distribution."""
+    if read_config(model).get("model_type") in SQUARE:
+        raise UserError(
+            f"the prompt has images and {model} lets the tokens of an image see each other, which"
+            " vLLM's attention on a CPU does not: use train.engine = 'embedded' with train.backend ="
+            " 'torch', or servers on GPUs"
+        )
 
 
 def features_of(
-    prompt: Int32[np.ndarray, " prompt"], images: Images, image_token_id: int, merge: int
+    prompt: Int32[np.ndarray, " prompt"], images: Images, form: ImageFormat
 ) -> dict[str, dict[str, list[Any]]]:
     """Returns the field `features` of a request. prompt: the prompt alone, without sampled tokens.
 
@@ -53,14 +69,10 @@ def features_of(
     start = patch = 0
     for grid in images.grids:
         count = count_patches([grid.tolist()])
-        found = np.flatnonzero(prompt[start:] == image_token_id)
-        first, length = start + (int(found[0]) if len(found) else 0), count // merge**2
+        found = np.flatnonzero(prompt[start:] == form.token)
+        first, length = start + (int(found[0]) if len(found) else 0), count // form.merge**2
         start = first + length
-        if (
-            not len(found)
-            or not (prompt[first:start] == image_token_id).all()
-            or start > len(prompt)
-        ):
+        if not len(found) or not (prompt[first:start] == form.token).all() or start > len(prompt):
             raise UserError(
                 f"the image at token {first} needs {length} consecutive image tokens: the prompt"
                 " belongs to other images"
@@ -69,7 +81,7 @@ def features_of(
         patch += count
         names.append(hashlib.sha256(grid.tobytes() + patches.tobytes()).hexdigest())
         places.append({"offset": first, "length": length})
-        content.append(_packed(patches, grid))
+        content.append(_packed(_arrays(patches, grid, form)))
     return {
         "mm_hashes": {"image": names},
         "mm_placeholders": {"image": places},
@@ -77,12 +89,23 @@ def features_of(
     }
 
 
-def _packed(patches: np.ndarray, grid: np.ndarray) -> str:
-    """Packs the arrays of one image: its patches are concatenated with the next image's, its grid
-    is one row of all images' grids.
+# How the arrays of several images are batched: one after another, or each as a row.
+Arrays = dict[str, tuple[np.ndarray, bool]]
 
-    Raises: UserError without msgpack.
-    """
+
+def _arrays(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> Arrays:
+    """Returns the arrays of one image as its model's processor in vLLM makes them, and which of them are
+    concatenated with those of other images."""
+    if form.side:  # an image, and how many it was cut into
+        return {
+            "pixel_values": (pixels_of(patches, form), True),
+            "num_patches": (np.array(1), False),
+        }
+    return {"pixel_values": (patches, True), "image_grid_thw": (grid, False)}
+
+
+def _packed(arrays: Arrays) -> str:
+    """Packs the arrays of one image. Raises: UserError without msgpack."""
     try:
         import msgpack
     except ImportError as error:
@@ -91,15 +114,12 @@ def _packed(patches: np.ndarray, grid: np.ndarray) -> str:
             " msgpack"
         ) from error
 
-    def array(x: np.ndarray) -> list[Any]:
-        return [x.dtype.name, list(x.shape), msgpack.ExtType(RAW, x.tobytes())]
+    def packed(x: np.ndarray, joined: bool) -> dict[str, Any]:
+        x = np.ascontiguousarray(x) if joined else x.astype(np.int64)
+        data = [x.dtype.name, list(x.shape), msgpack.ExtType(RAW, x.tobytes())]
+        slices = {"slices": [[0, len(x), None]], "dim": 0, "keep_on_cpu": False} if joined else {}
+        kind = ["flat", slices] if joined else ["batched", {"keep_on_cpu": True}]
+        return {"data": data, "field": kind}
 
-    flat = ["flat", {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}]
-    each = {
-        "pixel_values": {"data": array(np.ascontiguousarray(patches)), "field": flat},
-        "image_grid_thw": {
-            "data": array(grid.astype(np.int64)),
-            "field": ["batched", {"keep_on_cpu": True}],
-        },
-    }
+    each = {name: packed(x, joined) for name, (x, joined) in arrays.items()}
     return base64.b64encode(msgpack.packb(each)).decode()

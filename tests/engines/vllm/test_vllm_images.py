@@ -25,6 +25,7 @@ from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.features import NORMALISED, RAW, features_of
 from areal_x.engines.vllm.server import Launch, command
 from areal_x.errors import UserError
+from areal_x.hf.image_format import ImageFormat
 from areal_x.hf.image_reader import read_prompt_images
 from areal_x.hf.model_dir import read_config
 from areal_x.hf.tokenizer import load_tokenizer
@@ -42,10 +43,11 @@ from tests.servers import Run, Weights
 LONGEST = 1024
 (SHOWN,) = with_images((3, (1, 4, 6), 2, (2, 4, 4), 1))
 PROMPT = SHOWN.tokens[~SHOWN.mask]
+FORM = ImageFormat(IMAGE, 2, (3, 2, 4, 4))
 
 
 def test_each_image_has_its_place_and_its_own_patches() -> None:
-    features = features_of(PROMPT, SHOWN.images, IMAGE, merge=2)
+    features = features_of(PROMPT, SHOWN.images, FORM)
     (first, second), images = features["mm_placeholders"]["image"], SHOWN.images
     assert (first, second) == ({"offset": 4, "length": 6}, {"offset": 14, "length": 8})
     assert len(set(features["mm_hashes"]["image"])) == 2
@@ -63,7 +65,7 @@ def test_each_image_has_its_place_and_its_own_patches() -> None:
 @pytest.mark.parametrize("wrong", [PROMPT[PROMPT != IMAGE], PROMPT[:12], np.delete(PROMPT, 5)], ids=["none", "one", "short"])
 def test_tokens_that_are_not_of_the_images_are_refused(wrong: np.ndarray) -> None:
     with pytest.raises(UserError, match=r"needs \d consecutive image tokens"):
-        features_of(wrong, SHOWN.images, IMAGE, merge=2)
+        features_of(wrong, SHOWN.images, FORM)
 
 
 def test_a_server_of_a_model_that_sees_takes_patches_as_they_are(model_dir_of, tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,175 @@
+"""Images of one size, Gemma 3's: patches and tokens are those of Hugging Face's own processor."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+Image = pytest.importorskip("PIL.Image")
+msgpack = pytest.importorskip("msgpack")
+
+from areal_x.engines.vllm import engine
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.features import RAW, features_for
+from areal_x.errors import UserError
+from areal_x.hf.image_format import format_of, patches_of, pixels_of
+from areal_x.hf.image_reader import load_image_reader, read_prompt_images
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.engine import Request, SamplingParams
+from areal_x.workflows.single_turn import encode
+from examples.vision.task import as_url
+from tests.models import SEEING_SQUARES
+
+CONFIG = SEEING_SQUARES["gemma3_vl-narrow"]  # 24×24 pixels, 9 tokens
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<image_soft_token>", "<start_of_image>"]
+SPECIAL += ["<end_of_image>"]
+IDS = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
+# As Gemma 3's on the hub, but for what it does with a system message.
+TEMPLATE = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role }}
+{% if message.content is string %}{{ message.content | trim }}{% else %}{% for item in message.content %}
+{%- if item.type == 'image' %}<start_of_image>{% else %}{{ item.text | trim }}{% endif %}{% endfor %}{% endif %}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+BREAKS = ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]  # which are tokens, as in Gemma's vocabulary
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of a Gemma 3 that a prompt is read with."""
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    made = tmp_path_factory.mktemp("gemma3")
+    (made / "config.json").write_text(json.dumps(CONFIG | IDS))
+    write_processor(made)
+    merges = [(BREAKS[0], BREAKS[0]), (BREAKS[1], BREAKS[0]), (BREAKS[1], BREAKS[1])]
+    pieces = [*SPECIAL, *BREAKS, *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
+    names = {"boi_token": SPECIAL[6], "eoi_token": SPECIAL[7], "image_token": SPECIAL[5]}
+    of_text = {"pad_token": SPECIAL[0], "eos_token": SPECIAL[1], "bos_token": SPECIAL[2]}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=names, **of_text).save_pretrained(made)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+def write_processor(directory: Path, **changes: Any) -> None:
+    how = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}, "do_pan_and_scan": None}
+    (directory / "preprocessor_config.json").write_text(json.dumps(how | changes))
+
+
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+PICTURES = [noise(24, 24), noise(40, 17, 1), noise(9, 100, 2)]
+
+
+def part(of: np.ndarray | str) -> dict[str, Any]:
+    return {"type": "text", "text": of} if isinstance(of, str) else {"type": "image_url", "image_url": {"url": as_url(of)}}
+
+
+def message(*parts: np.ndarray | str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part(x) for x in parts]}]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (PICTURES[0], "What is it?"),
+        ("one\n", PICTURES[1], PICTURES[2], "\n\ntwo", PICTURES[0]),
+        (PICTURES[2],),
+    ],
+)
+def test_tokens_and_pixels_are_those_of_hugging_faces_own_processor(directory: Path, parts: tuple[Any, ...]) -> None:
+    from transformers import AutoImageProcessor
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    tokenizer, prompt = load_tokenizer(directory), message(*parts)
+    images = read_prompt_images(tokenizer, prompt)
+    own = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    whole = Gemma3Processor(own, tokenizer, TEMPLATE, image_seq_length=CONFIG["mm_tokens_per_image"])
+    placed = [{**prompt[0], "content": [x if x["type"] == "text" else {"type": "image"} for x in prompt[0]["content"]]}]
+    text = tokenizer.apply_chat_template(placed, add_generation_prompt=True, tokenize=False)
+    shown = [Image.fromarray(x) for x in parts if not isinstance(x, str)]
+    theirs = whole(text=[text], images=[shown], return_tensors="np", add_special_tokens=False)
+    tokens = encode(tokenizer, prompt, images)
+    assert tokens.tolist() == theirs["input_ids"][0].tolist()
+    np.testing.assert_array_equal(pixels_of(images.patches, load_image_reader(str(directory)).form), theirs["pixel_values"])
+    assert images.grids.tolist() == [[1, 6, 6]] * len(shown)
+    # Each image is a block of tokens of its own: text stands between them.
+    kinds = theirs["token_type_ids"][0]
+    np.testing.assert_array_equal(tokens == 5, kinds == 1)
+    assert (np.diff(kinds, prepend=0) == 1).sum() == len(shown)
+
+
+def test_patches_become_the_pixels_again_with_the_patches_of_a_token_together() -> None:
+    from transformers import AutoConfig
+
+    form = format_of(AutoConfig.for_model(**CONFIG))
+    assert (form.side, form.merge, form.features) == (6, 2, 48)
+    pixels = np.arange(2 * 3 * 24 * 24, dtype=np.float32).reshape(2, 3, 24, 24)
+    patches, grids = patches_of(pixels, form)
+    assert grids.tolist() == [[1, 6, 6]] * 2
+    np.testing.assert_array_equal(pixels_of(patches, form), pixels)
+    square = patches[36 + 4 : 36 + 8].reshape(4, 3, 4, 4)  # of the second image's second token
+    np.testing.assert_array_equal(square[3], pixels[1, :, 4:8, 12:16])
+
+
+def test_servers_get_whole_images(directory: Path) -> None:
+    tokenizer, prompt = load_tokenizer(directory), message(PICTURES[0], "and", PICTURES[1])
+    images = read_prompt_images(tokenizer, prompt)
+    tokens = encode(tokenizer, prompt, images)
+    features = features_for(directory, tokens, images)
+    pixels = pixels_of(images.patches, load_image_reader(str(directory)).form)
+    for i, packed in enumerate(features["kwargs_data"]["image"]):
+        read = msgpack.unpackb(base64.b64decode(packed), ext_hook=lambda code, data: data if code == RAW else None)
+        kind, shape, data = read["pixel_values"]["data"]
+        np.testing.assert_array_equal(np.frombuffer(data, kind).reshape(shape), pixels[i : i + 1])
+        assert read["pixel_values"]["field"][0] == "flat"
+        kind, shape, data = read["num_patches"]["data"]
+        assert (kind, shape, int(np.frombuffer(data, kind)[0])) == ("int64", [], 1)
+    places = features["mm_placeholders"]["image"]
+    assert [place["length"] for place in places] == [9, 9]
+    assert all((tokens[x["offset"] : x["offset"] + 9] == 5).all() for x in places)
+
+
+def test_crops_and_images_of_another_size_are_refused(directory: Path, tmp_path: Path) -> None:
+    tokenizer, crops = load_tokenizer(directory), {"pan_and_scan_min_crop_size": 4, "pan_and_scan_max_num_crops": 4}
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    write_processor(tmp_path, do_pan_and_scan=True, pan_and_scan_min_ratio_to_activate=1.2, **crops)
+    with pytest.raises(UserError, match=r"set do_pan_and_scan to false in preprocessor_config\.json"):
+        read_prompt_images(load_tokenizer(tmp_path), message(PICTURES[2]))
+    load_image_reader.cache_clear()
+    write_processor(tmp_path, size={"height": 28, "width": 28})
+    with pytest.raises(UserError, match=r"makes images of \(3, 28, 28\), but its tower takes \(3, 24, 24\): correct size"):
+        read_prompt_images(load_tokenizer(tmp_path), message(PICTURES[0]))
+    with pytest.raises(UserError, match="writes 2 image tokens for 1 images"):
+        encode(tokenizer, message(PICTURES[0], "<start_of_image>"), read_prompt_images(tokenizer, message(PICTURES[0])))
+    with pytest.raises(UserError, match="image tokens in texts"):
+        encode(tokenizer, message(PICTURES[0], "<image_soft_token>"), read_prompt_images(tokenizer, message(PICTURES[0])))
+    load_image_reader.cache_clear()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | IDS | {"mm_tokens_per_image": 10}))
+    with pytest.raises(UserError, match="do not become mm_tokens_per_image = 10 tokens"):
+        load_image_reader(str(tmp_path))
+
+
+def test_servers_on_a_cpu_are_sent_no_images_that_they_would_attend_to_otherwise(directory: Path, monkeypatch) -> None:
+    tokenizer, prompt = load_tokenizer(directory), message(PICTURES[0], "?")
+    images = read_prompt_images(tokenizer, prompt)
+    request = Request(encode(tokenizer, prompt, images), SamplingParams(), images=images)
+    ours, others = (VLLMEngine(VLLMConfig(**how), directory, directory) for how in ({}, {"urls": ("http://127.0.0.1:1",)}))
+    monkeypatch.setattr(engine, "is_cpu_build", lambda: True)
+    with pytest.raises(UserError, match=r"which vLLM's attention on a CPU does not: use train\.engine = 'embedded'"):
+        ours.features(request)
+    assert others.features(request) is not None  # they may be on GPUs
+    monkeypatch.setattr(engine, "is_cpu_build", lambda: False)
+    assert ours.features(request) is not None
