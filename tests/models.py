@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_x.hf import image_format
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Trajectory
 
@@ -127,6 +128,31 @@ SEEING_HYBRIDS = {
     "qwen3_5_moe": seeing("qwen3_5_moe", TOWER3_5, [4, 2, 2], True, rope=PARTLY, **HYBRID, **SHARING),
 }
 
+# With images of one size, whose tokens see each other: windows longer than an image and shorter, squares of 1, 2 and 3 patches'
+# sides, full layers between those with a window.
+SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIGLIP |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
+
+
+def seeing_squares(tokens: int, tower: dict[str, Any], tied: bool = True, **text: Any) -> dict[str, Any]:
+    text = GEMMA3 | {"sliding_window_pattern": 2, "query_pre_attn_scalar": 20, "tie_word_embeddings": tied} | text
+    ids = {"image_token_index": IMAGE, "boi_token_index": VISION_START, "eoi_token_index": VISION_END}
+    beside = {"mm_tokens_per_image": tokens, "tie_word_embeddings": tied, **ids}
+    return {"model_type": "gemma3", "text_config": text, "vision_config": SIGLIP | tower, **beside}
+
+
+SEEING_SQUARES = {
+    "gemma3_vl": seeing_squares(4, {}, sliding_window=5),
+    "gemma3_vl-narrow": seeing_squares(9, {"image_size": 24, "num_attention_heads": 4}, sliding_window=4),
+    "gemma3_vl-untied": seeing_squares(16, {}, False, sliding_window=9, attention_bias=True, num_key_value_heads=1),
+    "gemma3_vl-headed": seeing_squares(
+        4,
+        {"image_size": 12, "patch_size": 2, "hidden_size": 24, "vision_use_head": True},
+        sliding_window=6,
+        num_hidden_layers=3,
+    ),
+}
+
 # Several images in a sequence, ragged windows, two frames, none at all.
 PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
     (3, (1, 4, 6), 2, (2, 4, 4), 1),
@@ -135,6 +161,15 @@ PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
     (2, (1, 2, 2), 1, (1, 8, 2), 2),
     (4,),
     ((1, 4, 4),),
+]
+SQUARE = (1, 0, 0)  # an image of the one size that a model takes
+SQUARE_PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
+    (3, SQUARE, 2, SQUARE, 1),
+    (5,),
+    (1, SQUARE),
+    (2, SQUARE, SQUARE, 2),
+    (4,),
+    (SQUARE,),
 ]
 STAND_IN = 49
 
@@ -165,7 +200,7 @@ DIVISIBLE = {
 
 def write_random(name: str, directory: Path) -> Path:
     """A random model of these names."""
-    see = SEEING | SEEING_HYBRIDS
+    see = SEEING | SEEING_HYBRIDS | SEEING_SQUARES
     return write_config((MODELS | MORE | DIVISIBLE | see)[name], directory, name in see, seed=len(name))
 
 
@@ -228,8 +263,11 @@ def seen_logits(model: Any, trajectory: Trajectory) -> Any:
         return model(tokens[None]).logits[0]
     # It would take a token of the answer with an image's id for an image's: one that nothing else uses stands in for it.
     tokens[(tokens == IMAGE) & torch.tensor(trajectory.mask)] = STAND_IN
-    pixels, grids = torch.tensor(trajectory.images.patches), torch.tensor(trajectory.images.grids).long()
     kinds = (tokens == IMAGE).int()[None]
+    if model.config.model_type in image_format.SQUARE:
+        pixels = image_format.pixels_of(trajectory.images.patches, image_format.format_of(model.config))
+        return model(tokens[None], pixel_values=torch.tensor(pixels), token_type_ids=kinds).logits[0]
+    pixels, grids = torch.tensor(trajectory.images.patches), torch.tensor(trajectory.images.grids).long()
     return model(tokens[None], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds).logits[0]
 
 
@@ -254,29 +292,46 @@ def trajectories(*lengths: int, vocab: int = 50, seed: int = 0) -> list[Trajecto
     return made
 
 
-def image_prompt(*parts: int | tuple[int, int, int]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+def image_prompt(*parts: int | tuple[int, int, int], merge: int = 2) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """Tokens of text (so many) and of images (of these grids), each image between its marks; the grids."""
     tokens: list[int] = []
     for part in parts:
-        marked = [VISION_START, *[IMAGE] * (int(np.prod(part)) // 4), VISION_END]
+        marked = [VISION_START, *[IMAGE] * (int(np.prod(part)) // merge**2), VISION_END]
         tokens += [20] * part if isinstance(part, int) else marked
     return np.array(tokens, np.int32), [part for part in parts if not isinstance(part, int)]
 
 
+def shown_to(
+    directory: Path, answer: int = 9, image_like: bool = True, seed: int = 0, ends: tuple[int, ...] = ()
+) -> list[Trajectory]:
+    """Trajectories with images that this model takes, and without. ends: further parts of each prompt."""
+    config, how = read_config(directory), {"answer": answer, "image_like": image_like, "seed": seed}
+    if config["model_type"] not in image_format.SQUARE:
+        return with_images(*((*parts, *ends) for parts in PROMPTS), **how)
+    form = image_format.format_of(image_format.described_config(config))
+    prompts = [(*(form.blank if part == SQUARE else part for part in parts), *ends) for parts in SQUARE_PROMPTS]
+    return with_images(*prompts, features=form.features, merge=form.merge, **how)
+
+
 def with_images(
-    *prompts: Sequence[int | tuple[int, int, int]], answer: int = 9, image_like: bool = True, seed: int = 0
+    *prompts: Sequence[int | tuple[int, int, int]],
+    answer: int = 9,
+    image_like: bool = True,
+    seed: int = 0,
+    features: int = 3 * 2 * 4 * 4,
+    merge: int = 2,
 ) -> list[Trajectory]:
     """A trajectory for each prompt of `image_prompt`, text, patches and answer drawn; patches are as those of SEEING.
     image_like: one token of the answer has the id of an image's."""
     rng = np.random.default_rng(seed)
     made = []
     for parts in prompts:
-        prompt, grids = image_prompt(*parts)
+        prompt, grids = image_prompt(*parts, merge=merge)
         prompt = np.where(prompt == 20, rng.integers(9, 49, len(prompt)), prompt).astype(np.int32)
         drawn = rng.integers(9, 49, answer).astype(np.int32)
         if image_like:
             drawn[answer // 2] = IMAGE
-        patches = rng.normal(size=(sum(int(np.prod(grid)) for grid in grids), 3 * 2 * 4 * 4)).astype(np.float32)
+        patches = rng.normal(size=(sum(int(np.prod(grid)) for grid in grids), features)).astype(np.float32)
         images = Images(patches, np.array(grids, np.int32)) if grids else None
         logprobs: Any = -rng.exponential(2.0, answer)
         made.append(Trajectory.from_completion(prompt, drawn, logprobs, np.zeros(answer), 1.0, images=images))

@@ -25,9 +25,9 @@ def arrays(lengths, kv_heads=2, head_dim=8):
     return [torch.randn(shape, generator=random).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-def formula(query, key, value, sinks, lengths, scale, window, softcap, prefixes=None):
-    """softmax(scale · query · key) · value with all scores of the row, those between sequences hidden; prefixes: Segments'.
-    sinks: None, or a score of each head."""
+def formula(query, key, value, sinks, lengths, scale, window, softcap, prefixes=None, images=()):
+    """softmax(scale · query · key) · value with all scores of the row, those between sequences hidden; prefixes, images:
+    Segments'. sinks: None, or a score of each head."""
     prefixes = prefixes or (-1,) * len(lengths)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scale
@@ -40,7 +40,11 @@ def formula(query, key, value, sinks, lengths, scale, window, softcap, prefixes=
     before = [sum(lengths[j] for j in chain[1:]) for chain in chains]
     at = torch.cat([torch.arange(first, first + length) for first, length in zip(before, lengths, strict=True)])
     behind, whole = at[:, None] - at, torch.tensor([[j in chain for j in range(len(lengths))] for chain in chains])
-    seen = whole[ids][:, ids] & (behind >= 0) & (behind < (window or len(ids)))
+    image = torch.zeros(len(ids))
+    for number, (first, end) in enumerate(images, 1):
+        image[first:end] = number
+    within = (image[:, None] == image) & (image > 0)
+    seen = whole[ids][:, ids] & ((behind >= 0) | within) & (behind < (window or len(ids)))
     powers = scores.masked_fill(~seen, -torch.inf).exp()
     extra = 0 if sinks is None else sinks.exp()[:, None, None]
     return (powers / (powers.sum(-1, keepdim=True) + extra) @ value).transpose(1, 2)
@@ -52,12 +56,12 @@ def with_gradients(compute, inputs):
     return attended, *torch.autograd.grad((attended * weights).sum(), [x for x in inputs if x is not None])
 
 
-def agrees(way, lengths, window=None, softcap=None, kv_heads=2, prefixes=None, sinks=None):
+def agrees(way, lengths, window=None, softcap=None, kv_heads=2, prefixes=None, sinks=None, images=()):
     inputs, scale = [*arrays(lengths, kv_heads), sinks], 0.7
-    segments = Segments.of(lengths, way, CPU, prefixes)
+    segments = Segments.of(lengths, way, CPU, prefixes, images=images)
     extra = {"scaling": scale, "sliding_window": window, "softcap": softcap}
     found = with_gradients(lambda *x: attend(None, *x[:3], None, segments=segments, s_aux=x[3], **extra)[0], inputs)
-    expected = with_gradients(lambda *x: formula(*x, lengths, scale, window, softcap, prefixes), inputs)
+    expected = with_gradients(lambda *x: formula(*x, lengths, scale, window, softcap, prefixes, images), inputs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
@@ -95,6 +99,18 @@ def test_answers_see_the_prompt_that_they_share_and_not_each_other(monkeypatch, 
 def test_blocks_of_queries_give_what_all_at_once_give(monkeypatch, window, softcap):
     monkeypatch.setattr(attention, "BLOCK", 4)
     agrees(sdpa, RAGGED, window, softcap)
+
+
+# Two images in the first sequence, all of a later one, and one at the end of the longest.
+IMAGES = ((1, 4), (5, 8), (9, 14), (28, 36))
+
+
+@pytest.mark.parametrize("way", [sdpa, flash, varlen, npu])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 1.5), (2, None), (7, 1.5), (100, None)])
+@pytest.mark.parametrize("block", [3, 512])
+def test_tokens_of_an_image_see_all_of_it_that_their_window_does_not_hide(monkeypatch, way, window, softcap, block):
+    monkeypatch.setattr(attention, "BLOCK", block)
+    agrees(way, RAGGED, window, softcap, images=IMAGES)
 
 
 def test_no_mask_is_larger_than_a_block_and_a_window(monkeypatch):

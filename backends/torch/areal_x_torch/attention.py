@@ -1,4 +1,5 @@
-"""Causal attention within the sequences of one flat row, and the choice of its implementation.
+"""Causal attention within the sequences of one flat row, in both directions within an image of a model
+like Gemma 3, and the choice of its implementation.
 
 transformers lets a model's config name an attention function, which every layer then calls with its
 own queries, keys and values, already rotated. `attend` is that function in training: the sequences
@@ -64,7 +65,11 @@ class Segments:
     context: ProcessGroup | None = None
     """Processes that each have a part of the row's tokens; None if they are all here."""
 
-    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+    images: tuple[tuple[int, int], ...] = ()
+    """Where in the row the tokens of each image begin and end that see those after them, up to its end:
+    Gemma 3's."""
+
+    masks: dict[Any, Tensor] = field(default_factory=dict)
 
     layouts: dict[Any, Any] = field(default_factory=dict)
     """Of layers that compute sequences in a form of their own, under their names."""
@@ -76,11 +81,11 @@ class Segments:
         device: torch.device,
         prefixes: tuple[int, ...] | None = None,
         context: ProcessGroup | None = None,
+        images: tuple[tuple[int, int], ...] = (),
     ) -> Segments:
         """prefixes: None if no sequence continues another."""
-        return Segments(
-            lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths), context
-        )
+        above = prefixes or (-1,) * len(lengths)
+        return Segments(lengths, bounds_of(lengths, device), attend, above, context, images)
 
     @property
     def shares(self) -> bool:
@@ -111,6 +116,16 @@ class Segments:
             self.layouts["chunks", chunk] = made
         cut_segments: Segments = self.layouts["chunks", chunk]
         return cut_segments
+
+    @cached_property
+    def own_images(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each sequence `images`, counted from its first token."""
+        ends = accumulate(self.lengths)
+        starts = [end - length for end, length in zip(ends, self.lengths, strict=True)]
+        return tuple(
+            tuple((a - start, b - start) for a, b in self.images if start <= a < start + length)
+            for start, length in zip(starts, self.lengths, strict=True)
+        )
 
     @cached_property
     def seen(self) -> tuple[int, ...]:
@@ -163,6 +178,22 @@ class Segments:
             self.masks[which] = (behind >= 0) & (behind < (window or keys))
         return self.masks[which]
 
+    def mask_with_images(
+        self, queries: range, keys: range, window: int | None, images: tuple[tuple[int, int], ...]
+    ) -> Bool[Tensor, "queries keys"]:
+        """Returns the same of these tokens of a sequence, of which those of an image see all of it that
+        their window does not hide. images: where each begins and ends in the sequence."""
+        which = queries, keys, window, images
+        if which not in self.masks:
+            device = self.bounds.device
+            query_at = torch.arange(queries.start, queries.stop, device=device)[:, None]
+            key_at = torch.arange(keys.start, keys.stop, device=device)
+            last = query_at.clone()
+            for first, end in images:
+                last[(query_at >= first) & (query_at < end)] = end - 1
+            self.masks[which] = (key_at <= last) & (query_at - key_at < (window or keys.stop))
+        return self.masks[which]
+
 
 def bounds_of(lengths: tuple[int, ...], device: torch.device) -> Int32[Tensor, " segments+1"]:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -191,7 +222,8 @@ def attend(
     **_: Any,
 ) -> tuple[Attended, None]:
     """The attention function that transformers calls in each layer: softmax(scaling · query · key) · value over the keys
-    of the query's own sequence up to itself and within its window, see `masks`. softcap: scores are
+    of the query's own sequence up to itself, or to the end of its image, and within its window, see
+    `masks`. softcap: scores are
     softcap · tanh(scores / softcap). s_aux: sinks, a score of each head that the softmax has beside
     the keys', with a value of 0.
 
@@ -274,10 +306,11 @@ def sdpa(
 ) -> Attended:
     """torch's scaled_dot_product_attention, once for all neighbours of one length that continue the
     same sequence; no scores between sequences."""
-    shared = {i for i in segments.prefixes if i >= 0}
+    images = dict(enumerate(segments.own_images)) if segments.images else {}
+    alone = {i for i in segments.prefixes if i >= 0} | {i for i, own in images.items() if own}
     each = enumerate(zip(segments.lengths, segments.prefixes, strict=True))
-    # A sequence that others continue is a run of its own.
-    like = [(length, prefix, i if i in shared else -1) for i, (length, prefix) in each]
+    # A sequence that others continue, or that has images, is a run of its own.
+    like = [(length, prefix, i if i in alone else -1) for i, (length, prefix) in each]
     runs = [(n, prefix, of, len(list(equal))) for (n, prefix, of), equal in groupby(like)]
     # A split's gradient is one concatenation; that of each slice would be as long as the row.
     parts = zip(
@@ -292,14 +325,15 @@ def sdpa(
             before_k, before_v = (x.expand(count, -1, -1, -1) for x in of_shared[prefix])
             k, v = torch.cat([before_k, k], dim=2), torch.cat([before_v, v], dim=2)
         of_shared[of] = k, v
-        plain = prefix < 0 and softcap is None and sinks is None
+        own = images.get(of, ())
+        plain = prefix < 0 and softcap is None and sinks is None and not own
         if plain and (window is None or window >= length):
             grouped = query.shape[1] != key.shape[1]
             found = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
-            blocks = _in_blocks(q, k, v, segments, scale, window, softcap, sinks)
+            blocks = _in_blocks(q, k, v, segments, scale, window, softcap, sinks, own)
             found = torch.cat(list(blocks), dim=2)
         attended.append(
             found.transpose(1, 2).reshape(len(query), count * length, *found.shape[1::2])
@@ -316,16 +350,23 @@ def _in_blocks(
     window: int | None,
     softcap: float | None,
     sinks: Sinks | None,
+    images: tuple[tuple[int, int], ...] = (),
 ) -> Iterator[Float[Tensor, "rows heads block head_dim"]]:
     """Yields the attention of whole sequences, one block of queries with the keys that any of it
     sees after another. The last key is the last query's own; there may be more keys than
-    queries."""
+    queries. images: see `Segments.own_images`."""
     before, block = key.shape[2] - query.shape[2], max(BLOCK, window or 0)
+    images = tuple((a + before, b + before) for a, b in images)
     for start in range(before, key.shape[2], block):
         stop = min(start + block, key.shape[2])
         first = 0 if window is None else max(0, start - window + 1)
-        seen, values = key[:, :, first:stop], value[:, :, first:stop]
-        mask = segments.mask(stop - start, stop - first, window)
+        near = tuple((a, b) for a, b in images if a < stop and b > start)
+        until = max([stop, *(b for _, b in near)])
+        seen, values = key[:, :, first:until], value[:, :, first:until]
+        if near:
+            mask = segments.mask_with_images(range(start, stop), range(first, until), window, near)
+        else:
+            mask = segments.mask(stop - start, stop - first, window)
         queries = query[:, :, start - before : stop - before]
         if softcap is None and sinks is None:
             grouped = query.shape[1] != key.shape[1]
@@ -371,9 +412,10 @@ def flash(
     softcap: float | None,
     sinks: Sinks | None = None,
 ) -> Attended:
-    """flash-attn's kernel for sequences of different lengths; `sdpa` for sinks, and for heads that
-    are too wide or unlike for it. Experimental: tested against a stand-in, never on a GPU."""
-    if not _flash_takes(query, value) or sinks is not None:
+    """flash-attn's kernel for sequences of different lengths; `sdpa` for sinks, for images that see
+    themselves whole, and for heads that are too wide or unlike for it. Experimental: tested against a
+    stand-in, never on a GPU."""
+    if not _flash_takes(query, value) or sinks is not None or segments.images:
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     from flash_attn import flash_attn_varlen_func
 
@@ -401,9 +443,10 @@ def varlen(
     sinks: Sinks | None = None,
 ) -> Attended:
     """torch's own flash attention for sequences of different lengths, and its
-    scaled_dot_product_attention for each long one; `sdpa` for capped scores and sinks, and for heads
-    that are too wide or unlike for it."""
-    if not _flash_takes(query, value) or softcap is not None or sinks is not None:
+    scaled_dot_product_attention for each long one; `sdpa` for capped scores, sinks, images that see
+    themselves whole, and for heads that are too wide or unlike for it."""
+    special = softcap is not None or sinks is not None or segments.images
+    if special or not _flash_takes(query, value):
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     if segments.long and window is None:
         long = segments.lengths[: segments.long]
@@ -475,9 +518,9 @@ def npu(
     softcap: float | None,
     sinks: Sinks | None = None,
 ) -> Attended:
-    """torch_npu's fused kernel; `sdpa` for what it does not support: capped scores, sinks, and heads
-    too wide or unlike for it. Experimental: tested against a stand-in, never on an NPU."""
-    special = softcap is not None or sinks is not None
+    """torch_npu's fused kernel; `sdpa` for what it does not support: capped scores, sinks, images that
+    see themselves whole, and heads too wide or unlike for it. Experimental: tested against a stand-in, never on an NPU."""
+    special = softcap is not None or sinks is not None or segments.images
     if special or not npu_attention.supports(query, value):
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     return npu_attention.fused(query, key, value, segments, scale, window)

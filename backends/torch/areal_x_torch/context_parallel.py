@@ -21,7 +21,7 @@ from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments, Sinks
 from areal_x_torch.collectives import AllToAll
-from areal_x_torch.images import sees
+from areal_x_torch.images import counts_in_three
 
 
 def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
@@ -32,7 +32,7 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
 
     if mesh.context == 1:
         return
-    if sees(model):
+    if counts_in_three(model):
         raise wants("1, as torch does not split rows with images yet: use mesh.fsdp")
     if model.num_attention_heads % (mesh.context * mesh.tensor):
         over = (

@@ -223,17 +223,19 @@ class Forward:
     ) -> model.PackedRow:
         """Returns the tokens `own` of a flat row, with the sequences of the whole row."""
         net = self.module.model
+        tokens = to_tensor(flat.take(packed.tokens)[own], self.device)
+        positions, images = flat.positions[own], None
+        if sees(net.config):
+            positions, images = row_images(packed, flat, net.config, self.device, self.distributed)
+            positions = positions[..., own]
         segments = Segments.of(
             tuple(flat.lengths.tolist()),
             self.attend,
             self.device,
             tuple(flat.prefixes.tolist()),
             self.context,
+            () if images is None else images.spans,
         )
-        tokens = to_tensor(flat.take(packed.tokens)[own], self.device)
-        positions, images = flat.positions[own], None
-        if sees(net.config):
-            positions, images = row_images(packed, flat, net.config, self.device, self.distributed)
         recorded = None
         if packed.experts is not None:
             recorded = to_tensor(flat.take(packed.experts)[own], self.device)

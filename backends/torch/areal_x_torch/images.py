@@ -11,52 +11,60 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from areal_x.errors import ConfigError, UserError
+from areal_x.hf.image_format import SQUARE, ImageFormat, divides, format_of, pixels_of
 from areal_x.hf.image_positions import (
     TEXT_ONLY,
     Grid,
     batch_images,
-    check_grids,
+    image_spans,
     image_tokens,
     mrope_positions,
 )
 from areal_x.types import Batch
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 
-# The model_types whose positions `mrope_positions` computes.
-VISION_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+# The model_types that are trained with images.
+VISION_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3")
 # Those of multimodal models of which the language model alone is trained, on text.
-TEXT_OF = ("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3")
+TEXT_OF = ("gemma4", "gemma4_unified", "llama4", "mistral3")
 
 
 class RowImages(NamedTuple):
-    """The images of a flat row in the order of its tokens, and the indices of their tokens."""
+    """The images of a flat row in the order of its tokens, and the indices of their tokens. spans: where
+    the tokens begin and end of each image that sees itself whole."""
 
     patches: Float[Tensor, "patches features"]
     grids: Int[Tensor, "images 3"]
     places: Int[Tensor, " image_tokens"]
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 def sees(config: Any) -> bool:
     """True if images are trained with the model of a transformers config."""
-    return hasattr(config, "vision_config") and config.model_type in VISION_MODELS
+    if not hasattr(config, "vision_config") or config.model_type not in VISION_MODELS:
+        return False
+    return config.model_type not in SQUARE or divides(config)
 
 
-def check_images(batch: Batch, config: Any) -> None:
-    """Raises: UserError for images that the model of a transformers config cannot read."""
+def counts_in_three(config: Any) -> bool:
+    """True if the model of a transformers config has positions in time, height and width."""
+    return sees(config) and not format_of(config).side
+
+
+def check_images(batch: Batch, config: Any, context: int = 1) -> None:
+    """Raises: UserError for images that the model of a transformers config cannot read. context:
+    processes that each row is split over."""
     if not batch.has_images:
         return
     if not sees(config):
         raise UserError(TEXT_ONLY)
-    tower = config.vision_config
-    channels = tower.in_chans if hasattr(tower, "in_chans") else tower.in_channels
-    features = channels * tower.temporal_patch_size * tower.patch_size**2
-    patches, grids, image_segments = batch_images(batch)
-    if patches.shape[2] != features:
-        wanted = f"the model's tower takes {features}: use the processor that it came with"
+    if context > 1:
         raise UserError(
-            f"the images of the batch have patches of {patches.shape[2]} numbers, but {wanted}"
+            f"the batch has images, and torch does not split rows with images over mesh.context ="
+            f" {context} processes yet: use mesh.fsdp"
         )
-    check_grids(grids[image_segments > 0].tolist(), tower.spatial_merge_size)
+    patches, grids, image_segments = batch_images(batch)
+    format_of(config).check(patches.shape[2], grids[image_segments > 0])
 
 
 def check_sharing(shares: bool, directory: Path, config: Any) -> None:
@@ -68,16 +76,16 @@ def check_sharing(shares: bool, directory: Path, config: Any) -> None:
             f"False with {directory}, whose chunks of a sequence are not counted from a prompt on"
         )
         raise ConfigError("train.share_prompts", True, wanted)
-    if shares and sees(config):
+    if shares and counts_in_three(config):
         wanted = f"False with {directory}, which has a vision tower, whose positions are counted differently"
         raise ConfigError("train.share_prompts", True, wanted)
 
 
 def row_images(
     packed: Batch, flat: FlatRow, config: Any, device: torch.device, together: bool
-) -> tuple[Int[np.ndarray, "3 tokens"], RowImages | None]:
-    """Returns positions in time, height and width of the tokens of a flat row, and its images, for
-    a vision-language model.
+) -> tuple[Int[np.ndarray, "*3 tokens"], RowImages | None]:
+    """Returns positions of the tokens of a flat row, in time, height and width if the model has such
+    positions, and its images, for a vision-language model.
 
     together: other processes gather the tower with this one if the batch has images at all. A
     process without images then encodes a small black one, of which nothing is used: its gradient of
@@ -85,32 +93,36 @@ def row_images(
 
     Raises: UserError if the image tokens of a sequence do not match its images.
     """
-    merge, token = config.vision_config.spatial_merge_size, config.image_token_id
+    form = format_of(config)
+    token, merge = form.token, form.merge
     tokens, sampled = flat.take(packed.tokens), flat.take(packed.mask)
     of_image = image_tokens(tokens, token, sampled)
-    positions = np.repeat(flat.positions[None], 3, axis=0)
+    positions = flat.positions if form.side else np.repeat(flat.positions[None], 3, axis=0)
     stops = np.cumsum(flat.lengths)
     patches: list[np.ndarray] = []
     grids: list[Grid] = []
+    spans: list[tuple[int, int]] = []
     for start, stop in () if flat.padding else zip(stops - flat.lengths, stops, strict=True):
         own = _images_of(packed, int(flat.places[start])) if packed.has_images else []
         if own or of_image[start:stop].any():
             here, own_grids = slice(start, stop), [grid for grid, _ in own]
-            positions[:, here] = mrope_positions(
-                tokens[here], own_grids, token, merge, sampled[here]
-            )
+            given = tokens[here], own_grids, token, merge, sampled[here]
+            if form.side:
+                found = image_spans(*given, apart=True)
+                spans += [(int(start) + first, int(start) + end) for first, end in found]
+            else:
+                positions[:, here] = mrope_positions(*given)
             patches += [of_image for _, of_image in own]
             grids += own_grids
     if not grids:
         if not together or not packed.has_images:
             return positions, None
-        patches, grids = (
-            [np.zeros((merge**2, batch_images(packed)[0].shape[2]), np.float32)],
-            [(1, merge, merge)],
-        )
+        patches = [np.zeros((int(np.prod(form.blank)), form.features), np.float32)]
+        grids = [form.blank]
         of_image[:] = False
     arrays = np.concatenate(patches), np.array(grids), np.flatnonzero(of_image)
-    return positions, RowImages(*(to_tensor(x, device) for x in arrays))
+    on_device = [to_tensor(x, device) for x in arrays]
+    return positions, RowImages(*on_device)._replace(spans=tuple(spans))
 
 
 def _images_of(packed: Batch, place: int) -> list[tuple[Grid, Float[np.ndarray, "_ features"]]]:
@@ -153,6 +165,10 @@ def features_of(
 ) -> list[Float[Tensor, "image_tokens width"]]:
     """Returns the tower's features of images: the embeddings of their tokens and, for Qwen3-VL,
     what is added to the states after each of the first layers."""
+    form: ImageFormat = format_of(model.config)
+    if form.side:
+        found = model.get_image_features(pixels_of(patches, form), return_dict=True)
+        return [found.pooler_output.flatten(0, 1)]
     found = model.get_image_features(patches, grids, return_dict=True)
     deeper = getattr(found, "deepstack_features", None) or ()
     return [torch.cat(list(x)) for x in (found.pooler_output, *deeper)]

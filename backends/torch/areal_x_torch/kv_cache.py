@@ -163,7 +163,8 @@ class PrefillCache:
     """A forward pass that writes columns start … start + length of rows first … first + rows.
 
     real: of each row, its tokens in these columns, at least one; the rest is padding. Rows are
-    ordered by it, most first.
+    ordered by it, most first. images: of each row, where the tokens begin and end of images that see
+    themselves whole; these columns have all of an image, or none.
     """
 
     cache: Cache
@@ -172,6 +173,7 @@ class PrefillCache:
     start: int
     length: int
     real: tuple[int, ...]
+    images: Sequence[Sequence[tuple[int, int]]] = ()
     masks: dict[Visible, Tensor] = field(default_factory=dict)
 
     def attend(
@@ -194,14 +196,16 @@ class PrefillCache:
             x[rows, self.start : stop] = new.transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
         plain = softcap is None and sinks is None
-        if plain and self.start == 0 and not seen.hides(stop):
+        causal = not any(self.own_images)
+        if plain and causal and self.start == 0 and not seen.hides(stop):
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
             )
         keys, values = (x[rows, :stop].transpose(1, 2) for x in both)
         mask = self._mask(seen, query.device)
         if not plain:
-            return by_formula(query, keys, values, mask, scale, softcap, sinks)
+            by_group = mask if causal else mask[:, :, None]
+            return by_formula(query, keys, values, by_group, scale, softcap, sinks)
         return scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
@@ -228,12 +232,26 @@ class PrefillCache:
         device = self.cache.keys[index_of(self.cache.layers, layer)].device
         return torch.arange(self.start, self.start + self.length, device=device)
 
+    @property
+    def own_images(self) -> list[list[tuple[int, int]]]:
+        """Those in these columns."""
+        stop = self.start + self.length
+        return [[(a, b) for a, b in row if self.start <= a < stop] for row in self.images]
+
     def _mask(self, seen: Visible, device: torch.device) -> Tensor:
+        """Returns which columns each token sees: [length, columns], or [rows, 1, length, columns] if
+        rows have images."""
         if seen not in self.masks:
             stop = self.start + self.length
             columns = torch.arange(stop, device=device)
             own = columns[self.start :, None]
-            mask = (columns <= own) & (columns > own - (seen.window or stop))
+            last = own
+            if any(self.own_images):
+                last = own.repeat(self.rows, 1, 1, 1)
+                for row, images in zip(last, self.own_images, strict=True):
+                    for first, end in images:
+                        row[0, first - self.start : end - self.start] = end - 1
+            mask = (columns <= last) & (columns > own - (seen.window or stop))
             if seen.chunk is not None:
                 mask &= columns >= own - own % seen.chunk
             self.masks[seen] = mask

@@ -136,6 +136,10 @@ def build(directory: Path, head: str) -> PreTrainedModel:
             module.register_buffer(own, parameter.detach())
     if has_vision(model) and not sees(model.config):
         freeze_beside(model)
+    # SigLIP's own pooling of an image, which Gemma 3 does not read.
+    for name, parameter in model.named_parameters():
+        if ".vision_tower.head." in name:
+            parameter.requires_grad_(False)
     compatibility.prepare(model, directory)
     return model
 

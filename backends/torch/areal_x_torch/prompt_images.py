@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
-from areal_x.hf.image_positions import Grid, image_tokens, mrope_positions
+from areal_x.hf.image_format import format_of
+from areal_x.hf.image_positions import Grid, image_spans, image_tokens, mrope_positions
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.types import Images
 from areal_x_torch.flat_rows import to_tensor
@@ -59,7 +60,7 @@ def encode_images(
     distinct: dict[int, Images] = {id(r.images): r.images for r in requests if r.images is not None}
     if not distinct:
         return None
-    merge = model.config.vision_config.spatial_merge_size
+    merge = format_of(model.config).merge
     sizes = {key: len(images.patches) // merge**2 for key, images in distinct.items()}
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     which = np.full((len(requests), length), TEXT, np.int64)
@@ -79,21 +80,43 @@ def encode_images(
 
 
 def positions_of(model: PreTrainedModel, request: SlotRequest) -> Int[np.ndarray, "3 length"]:
-    """Returns the position of each token of a sequence in time, height and width.
+    """Returns the position of each token of a sequence in time, height and width; for a model with one
+    position per token, the same three times.
 
     Raises: UserError if its image tokens do not match its images, or nothing follows the last of
     them.
     """
-    config = model.config
-    if request.generated == 0 and request.tokens[-1] == config.image_token_id:
+    form = format_of(model.config)
+    if form.side:
+        spans_of(model, request)
+        return np.repeat(np.arange(len(request.tokens))[None], 3, axis=0)
+    return mrope_positions(**_given(model, request))
+
+
+def spans_of(model: PreTrainedModel, request: SlotRequest) -> list[tuple[int, int]]:
+    """Returns where in a sequence the tokens of each image begin and end that see those after them;
+    none for a model whose attention is causal. Raises as `positions_of`."""
+    given = _given(model, request)
+    return image_spans(**given, apart=True) if format_of(model.config).side else []
+
+
+def _given(model: PreTrainedModel, request: SlotRequest) -> dict[str, Any]:
+    """Returns what positions and spans follow from."""
+    form = format_of(model.config)
+    if request.generated == 0 and request.tokens[-1] == form.token:
         raise UserError(
             "a prompt ends in an image: text must follow it, as chat templates write it"
         )
     grids: list[Grid] = (
         [] if request.images is None else [tuple(grid) for grid in request.images.grids.tolist()]
     )
-    merge = config.vision_config.spatial_merge_size
-    return mrope_positions(request.tokens, grids, config.image_token_id, merge, generated(request))
+    return {
+        "tokens": request.tokens,
+        "grids": grids,
+        "image_token_id": form.token,
+        "merge": form.merge,
+        "sampled": generated(request),
+    }
 
 
 def generated(request: SlotRequest) -> Bool[np.ndarray, " length"]:

@@ -13,7 +13,7 @@ sampling is in one place. That token is text: a prompt that ends in an image is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from areal_x.types import Kept
 from areal_x_torch import fp8, lora, prompt_images
 from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
-from areal_x_torch.images import sees
+from areal_x_torch.images import counts_in_three, sees
 from areal_x_torch.kv_cache import ATTENTION, Cache, PrefillCache, layers_of
 from areal_x_torch.model import decoder, has_vision, named_tensors
 from areal_x_torch.sampling import RowSampling, sample, uniform
@@ -273,29 +273,33 @@ class Lane:
             np.zeros((3, rows, longest), np.int64),
         )
         positions[:] = np.arange(longest)
+        spans: list[list[tuple[int, int]]] = [[] for _ in requests]
         for row, request in enumerate(requests):
             length = len(request.tokens)
             tokens[row, :length] = request.tokens
             if request.images is not None:
                 positions[:, row, :length] = prompt_images.positions_of(self.model, request)
+                spans[row] = prompt_images.spans_of(self.model, request)
         looked = prompt_images.encode_images(self.model, requests, longest)
         read, embed = decoder(self.model), self.model.get_input_embeddings()
         self._cache.begin(slice(len(self._rows), len(self._rows) + rows))
-        for start in range(0, longest - 1, CHUNK):
+        for start, stop in chunks(longest - 1, [span for of_row in spans for span in of_row]):
             # Padding writes beyond its row's end, where decoding overwrites it before it is read.
             left = [len(request.tokens) - 1 - start for request in requests]
             rows = sum(tokens > 0 for tokens in left)
-            here = slice(start, min(start + CHUNK, longest - 1))
+            here = slice(start, stop)
             chunk = torch.from_numpy(tokens[:rows, here]).to(self.model.device)
             inputs = {"input_ids": chunk} if looked is None else looked.inputs(embed(chunk), start)
             # A text model has one position per token; for text, the three of a vision-language model
             # are equal.
+            three = looked is not None and counts_in_three(self.model.config)
             own = torch.from_numpy(
-                positions[:, :rows, here] if looked is not None else positions[0, :rows, here]
+                positions[:, :rows, here] if three else positions[0, :rows, here]
             )
             width = chunk.shape[1]
             real = tuple(min(tokens, width) for tokens in left[:rows])
-            cache = PrefillCache(self._cache, len(self._rows), rows, start, width, real)
+            first = len(self._rows)
+            cache = PrefillCache(self._cache, first, rows, start, width, real, spans[:rows])
             read(**inputs, position_ids=own.to(chunk.device), use_cache=False, cache=cache)
         ends = [len(request.tokens) - 1 for request in requests]
         return [int(positions[0, row, end]) - end for row, end in enumerate(ends)]
@@ -311,3 +315,17 @@ class Lane:
                 order[gap] = order[last]
             order = order[:last]
         self._rows = rows.take(order)
+
+
+def chunks(columns: int, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields where the chunks of a prefill begin and end: at most CHUNK columns each, and as many more
+    as an image that sees itself whole needs. spans: where, in any row, such an image begins and ends."""
+    start = 0
+    while start < columns:
+        stop = start + CHUNK
+        for first, end in sorted(spans):
+            if first < stop < end:
+                stop = end
+        stop = min(stop, columns)
+        yield start, stop
+        start = stop

@@ -514,7 +514,7 @@ class Trainer(HuggingFaceTrainer):
     def _check(self, batch: Batch, of: PreTrainedModel, directory: Path) -> None:
         """Raises: UserError for tokens, images or lengths that the model of a directory cannot
         read."""
-        check_images(batch, of.config)
+        check_images(batch, of.config, self.config.mesh.context)
         check_known(batch.tokens, model.vocabulary_size(of), directory)
         rope.check_longest(int(np.max(batch.positions, initial=-1)) + 1, of.config, directory)
 
