@@ -27,6 +27,7 @@ from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.architecture import read_architecture
 from areal_x_jax.trainer import Trainer
+from areal_x_jax.vision_architecture import VisionArchitecture
 from tests.anchored import ANCHORED
 from tests.conftest import python_with
 from tests.kept import kept_with
@@ -37,19 +38,21 @@ LOSS = losses.combine(losses.ppo_clip, ANCHORED)
 KEPT = 256  # pairs of a row, as many in each batch, so that one program serves all
 
 
-def batch_of(vocab: int, seed: int, images: bool = False) -> Batch:
-    """Sequences of 3 to 20 tokens, packed, with advantages; three more with images."""
+def batch_of(vocab: int, seed: int, tower: VisionArchitecture | None = None) -> Batch:
+    """Sequences of 3 to 20 tokens, packed, with advantages; three more with images, if a tower takes them."""
     rng = np.random.default_rng(seed)
     made = []
     for length in rng.integers(3, 20, 30):
         prompt = int(length) // 3
-        tokens = rng.integers(IMAGE + 1 if images else 0, vocab, length).astype(np.int32)
+        tokens = rng.integers(IMAGE + 1 if tower else 0, vocab, length).astype(np.int32)
         logprobs = -rng.exponential(2.0, length - prompt)
         kept = kept_with(tokens[prompt:], vocab, seed) if length % 3 else None
         versions = np.zeros(length - prompt)
         made.append(Trajectory.from_completion(tokens[:prompt], tokens[prompt:], logprobs, versions, 1.0, kept=kept))
-    if images:
-        made += with_images((3, (1, 4, 6)), ((1, 2, 2), 2, (2, 2, 2)), ((1, 6, 4),), answer=5, seed=seed)
+    if tower is not None:
+        one = tower.form.blank
+        shown = ((3, one), (one, 2, one), (one,)) if tower.side else ((3, (1, 4, 6)), ((1, 2, 2), 2, (2, 2, 2)), ((1, 6, 4),))
+        made += with_images(*shown, answer=5, seed=seed, features=tower.in_features, merge=tower.merge)
     packed = pack(made, LENGTH, ROWS)
     batch, advantages = packed.batch, packed.spread(rng.normal(size=len(made)))
     pairs = np.full((ROWS, KEPT, 2), -1, np.int32)
@@ -76,7 +79,7 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
             balance_rate=0.01 if corrected else 0.0,
         )
     )
-    of_model = partial(batch_of, trainer.arch.vocab, images=trainer.arch.vision is not None)
+    of_model = partial(batch_of, trainer.arch.vocab, tower=trainer.arch.vision)
     learned, on_devices = [], []
     for step in range(UPDATES):
         batch = of_model(step)

@@ -17,7 +17,7 @@ from areal_x_jax import attention
 from areal_x_jax.attention import attend, prepare
 from areal_x_jax.attention_kernels import Candidate, splash
 from areal_x_jax.blocked_attention import KEPT, _Ids, _split, blocked, reach
-from areal_x_jax.dense_attention import AttentionMask, Tries, dense
+from areal_x_jax.dense_attention import AttentionMask, Blocks, Tries, dense
 from tests.thorough import further
 
 HEAD_DIM = 8
@@ -53,16 +53,19 @@ def formula(
     softcap: float = 0.0,
     parents: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    blocks: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Returns the attention output and the gradients of query, key and value (and sinks), in fp64, one query of one head at a
-    time. parents: a batch's; a query sees the last `window` of its ancestors and itself."""
+    time. parents: a batch's; a query sees the last `window` of its ancestors and itself. blocks: see `Blocks`."""
     query, key, value, gradient = (x.astype(np.float64) for x in inputs)
     group = query.shape[2] // key.shape[2]
     attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (gradient, query, key, value))
     d_sinks = np.zeros(query.shape[2])
     for row, i, head in np.ndindex(query.shape[:3]):
         first = max(0, i - window + 1) if window else 0
-        at = [j for j in range(first, i + 1) if ids[row, j] == ids[row, i] > 0]
+        own = 0 if blocks is None else blocks[row, i]
+        after = [j for j in range(i + 1, ids.shape[1]) if blocks is not None and blocks[row, j] == own > 0]
+        at = [j for j in [*range(first, i + 1), *after] if ids[row, j] == ids[row, i] > 0]
         if parents is not None:
             at = ancestors(parents[row], i)[-window:] if ids[row, i] else []
         if not at:
@@ -218,6 +221,26 @@ def test_a_part_of_the_queries_sees_of_a_trie_what_all_see() -> None:
         seen = AttentionMask(SHARING[:, at], SHARING, jnp.int32(at.start), 6, tries=tries)
         found = computed(way, [query[:, at], key, value, gradient[:, at]], seen)
         assert_close(found[:2], [x[:, at] for x in wanted[:2]])
+
+
+# In the first row two blocks in a sequence, one of a whole sequence and one at the end of another; in the second a long one.
+BLOCKS = np.zeros_like(IDS)
+for row, first, end, number in ((0, 2, 7, 1), (0, 8, 17, 2), (0, 17, 18, 3), (0, 30, 40, 4), (1, 3, 33, 1)):
+    BLOCKS[row, first:end] = number
+
+
+@pytest.mark.parametrize("way", [*WAYS.values(), partial(blocked, block=7)], ids=[*WAYS, "blocks of 7"])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.7), (4, 0.0), *further((1, 0.0), (13, 0.7))])
+def test_tokens_of_a_block_see_those_of_it_after_them(way: Callable[..., jax.Array], window: int, softcap: float) -> None:
+    inputs, seen = draw(IDS), AttentionMask(IDS, IDS, window=window, blocks=Blocks(BLOCKS, BLOCKS))
+    wanted = formula(inputs, IDS, window, softcap, blocks=BLOCKS)
+    assert_close(computed(way, inputs, seen, softcap), wanted)
+    assert_close(computed(way, inputs, prepare(seen, "dense"), softcap), wanted)
+    query, key, value, gradient = inputs
+    at = slice(5, 31)  # a part of a row, which begins and ends within blocks
+    part = AttentionMask(IDS[:, at], IDS, jnp.int32(at.start), window, blocks=Blocks(BLOCKS[:, at], BLOCKS))
+    found = computed(way, [query[:, at], key, value, gradient[:, at]], part, softcap)
+    assert_close(found[:2], [x[:, at] for x in wanted[:2]])
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -461,6 +484,14 @@ def in_a_program(softcap: float = 0.0) -> np.ndarray:
         return jnp.sum(jnp.where(seen.queries[..., None, None] > 0, jax.lax.scan(layer, query, None, 2)[0], 0.0) ** 2)
 
     return np.asarray(program(query))
+
+
+def test_no_kernel_is_used_for_tokens_that_see_those_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, traced = AttentionMask(IDS, IDS, blocks=Blocks(BLOCKS, BLOCKS)), with_candidate(monkeypatch, blocked)
+    attend(*draw(IDS)[:3], seen, scale=SCALE)
+    assert not traced
+    with pytest.raises(ConfigError, match="no images that see themselves whole"):
+        attend(*draw(IDS)[:3], seen, scale=SCALE, implementation="fake")
 
 
 def test_a_kernel_that_agrees_is_used_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Causal attention within the segments of packed rows, and the choice of its implementation.
+"""Causal attention within the segments of packed rows, in both directions within blocks of tokens if
+there are any (`dense_attention.Blocks`), and the choice of its implementation.
 
 `attend` is the entry point. `dense` computes all scores of a row; `blocked` those of one block of
 queries and one block of keys at a time, so that memory grows linearly with the length; CANDIDATES
@@ -65,8 +66,9 @@ def attend(
 
     Raises: ConfigError for an unknown name, or a candidate that cannot work here.
     """
-    plain = sinks is not None or value.shape[-1] != key.shape[-1]
-    chosen = choose(query, key, mask, softcap, implementation, plain)
+    unlike = value.shape[-1] != key.shape[-1]
+    special = sinks is not None or mask.blocks is not None or unlike
+    chosen = choose(query, key, mask, softcap, implementation, special)
     with_sinks = {} if sinks is None else {"sinks": sinks}
     attended = chosen(query, key, value, mask, scale, softcap, **with_sinks)
     return attended.reshape(*query.shape[:2], -1)
@@ -80,8 +82,8 @@ def choose(
     implementation: str,
     special: bool = False,
 ) -> Attend:
-    """Returns the implementation that `attend` calls. special: whether there are sinks, or values of
-    other features than keys, which no candidate takes."""
+    """Returns the implementation that `attend` calls. special: whether there are sinks, blocks, or
+    values of other features than keys, which no candidate takes."""
     one_of("model.attention", implementation, ("auto", "dense", "blocked", *CANDIDATES))
     if implementation in ("dense", "blocked"):
         return dense if implementation == "dense" else blocked
@@ -99,7 +101,7 @@ def choose(
             raise ConfigError(
                 "model.attention",
                 implementation,
-                f"'auto', 'dense' or 'blocked' here: {name} needs {candidate.needs}, no sinks, and"
-                " values as wide as keys",
+                f"'auto', 'dense' or 'blocked' here: {name} needs {candidate.needs}, no sinks, no"
+                " images that see themselves whole, and values as wide as keys",
             )
     return plain

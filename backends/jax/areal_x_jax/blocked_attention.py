@@ -19,6 +19,7 @@ from areal_x_jax.dense_attention import (
     HIDDEN,
     Attended,
     AttentionMask,
+    Blocks,
     Keys,
     Queries,
     Tries,
@@ -61,7 +62,11 @@ def blocked(
     if mask.tries is not None:
         until, of_queries, of_keys = mask.tries
         tries = Tries(_split(until, keys), _split(of_queries, queries), _split(of_keys, keys))
-    ids = _Ids(_split(mask.queries, queries), _split(mask.keys, keys), mask.start, window, tries)
+    blocks = None
+    if mask.blocks is not None:
+        blocks = Blocks(_split(mask.blocks.queries, queries), _split(mask.blocks.keys, keys))
+    split = _split(mask.queries, queries), _split(mask.keys, keys)
+    ids = _Ids(*split, mask.start, window, tries, blocks)
     # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys,
     # head_dim]
     grouped = jnp.moveaxis(_split(group_heads(query * scale, key.shape[2]), queries), 3, 2)
@@ -83,6 +88,7 @@ class _Ids(NamedTuple):
     start: int | Int[Array, ""]
     window: int | Int[Array, ""] | None
     tries: Tries | None = None
+    blocks: Blocks | None = None
 
 
 class Reach(NamedTuple):
@@ -100,8 +106,10 @@ def reach(ids: _Ids) -> Reach:
     first_query = (ids.start + jnp.arange(count) * width)[:, None]
     first_key = jnp.arange(key_count) * keys
     meet = first_key < first_query + width
+    if ids.blocks is not None:
+        meet |= _ids_meet(*ids.blocks)
     if ids.tries is None:
-        meet &= _segments_meet(ids)
+        meet &= _ids_meet(ids.queries, ids.keys)
         if not is_statically_zero(ids.window):
             near = first_key + keys > first_query - ids.window + 1
             meet &= near | (ids.window == 0)
@@ -111,16 +119,18 @@ def reach(ids: _Ids) -> Reach:
     return Reach(order.astype(jnp.int32), jnp.sum(meet, axis=1, dtype=jnp.int32))
 
 
-def _segments_meet(ids: _Ids) -> Bool[Array, "query_blocks key_blocks"]:
-    """Two blocks meet where the ranges of their segment ids overlap: nothing visible is left out for
+def _ids_meet(
+    queries: Int[Array, "query_blocks rows block"], keys: Int[Array, "key_blocks rows block"]
+) -> Bool[Array, "query_blocks key_blocks"]:
+    """Two blocks meet where the ranges of their ids overlap: nothing visible is left out for
     any order of ids, and for rows packed one segment after the other little else is kept."""
-    largest = jnp.iinfo(ids.queries.dtype).max
+    largest = jnp.iinfo(queries.dtype).max
 
     def least_and_largest(x: Array) -> tuple[Array, Array]:
         return jnp.min(jnp.where(x > 0, x, largest), axis=-1), jnp.max(x, axis=-1)
 
-    least, most = (x[:, None] for x in least_and_largest(ids.queries))
-    key_least, key_most = least_and_largest(ids.keys)
+    least, most = (x[:, None] for x in least_and_largest(queries))
+    key_least, key_most = least_and_largest(keys)
     return jnp.any((least <= key_most) & (key_least <= most), axis=-1)
 
 
@@ -255,8 +265,11 @@ def _scores(
     if ids.tries is not None:
         until, query_positions, key_positions = ids.tries
         tries = Tries(until[j], query_positions[i], key_positions[j])
+    blocks = None
+    if ids.blocks is not None:
+        blocks = Blocks(ids.blocks.queries[i], ids.blocks.keys[j])
     visible = (
-        visible_keys(of_queries, of_keys, query_at, key_at, ids.window, tries)
+        visible_keys(of_queries, of_keys, query_at, key_at, ids.window, tries, blocks)
         & (of_queries > 0)[..., None]
     )
     return softcapped(scores, softcap), visible[:, None, :, None]

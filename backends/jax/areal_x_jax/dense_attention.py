@@ -26,12 +26,21 @@ class Tries(NamedTuple):
     key_positions: Int[Array, "rows keys"]
 
 
+class Blocks(NamedTuple):
+    """Blocks of tokens that see each other, such as those of an image in Gemma 3: their numbers in the
+    row, 0 for other tokens."""
+
+    queries: Int[Array, "rows queries"]
+    keys: Int[Array, "rows keys"]
+
+
 class AttentionMask(NamedTuple):
     """The keys that each query attends to.
 
     Query i sees key j of its own segment if j <= start + i and, with a window, start + i - j <
     window. With tries, it sees key j if j <= start + i < until[j] and, with a window, the same of
-    their positions.
+    their positions. With blocks, it also sees keys after itself that are in its own, which a window
+    does not hide.
 
     queries, keys: segment ids. start: index in the row of the first query, 0 unless the row is
     split. window: 0 for no window. Both may be traced; Python integers cost less and more kernels
@@ -46,6 +55,7 @@ class AttentionMask(NamedTuple):
     bias: Float[Array, "rows 1 queries 1 keys"] | None = None
     tries: Tries | None = None
     ends: Int[Array, "rows runs"] | None = None
+    blocks: Blocks | None = None
 
 
 Queries: TypeAlias = Float[Array, "rows queries heads head_dim"]
@@ -63,10 +73,14 @@ def visible_keys(
     key_at: Int[Array, " keys"],
     window: int | Int[Array, ""] | None,
     tries: Tries | None = None,
+    blocks: Blocks | None = None,
 ) -> Bool[Array, "rows queries keys"]:
-    """Returns which keys each query sees, given segment ids and indices in the row. tries: see
+    """Returns which keys each query sees, given segment ids and indices in the row. tries, blocks: see
     `AttentionMask`."""
     visible = query_at[:, None] >= key_at
+    if blocks is not None:
+        of_queries, of_keys = blocks.queries[:, :, None], blocks.keys[:, None, :]
+        visible = visible | ((of_queries == of_keys) & (of_queries > 0))
     if not is_statically_zero(window):
         visible &= within_window(query_at, key_at, window, tries)
     if tries is not None:
@@ -94,7 +108,8 @@ def attention_bias(mask: AttentionMask) -> Float[Array, "rows 1 queries 1 keys"]
         jnp.arange(mask.keys.shape[1]),
     )
     if mask.bias is None:
-        visible = visible_keys(mask.queries, mask.keys, query_at, key_at, mask.window, mask.tries)
+        given = mask.queries, mask.keys, query_at, key_at, mask.window, mask.tries, mask.blocks
+        visible = visible_keys(*given)
         return jnp.where(visible, 0.0, HIDDEN)[:, None, :, None]
     if is_statically_zero(mask.window):
         return mask.bias

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_x.errors import UserError
+from areal_x.hf.image_format import SQUARE
 from areal_x.hf.model_dir import CAUSAL, CLASSIFIER, CONDITIONAL, stem
 from areal_x.hf.model_parts import with_parts
 
@@ -60,7 +61,7 @@ class Family:
     """True for multi-head latent attention (areal_x_jax.latent_attention)."""
 
     has_vision: bool = False
-    """True for vision-language models."""
+    """True for vision-language models that are trained with images."""
 
     module: str = ""
     """Module of the language model in a multimodal checkpoint of which it alone is trained, on text:
@@ -331,7 +332,12 @@ MULTIMODAL = {
 for _stem, (_model_type, _module, _memory) in MULTIMODAL.items():
     _text = FAMILIES[f"{_stem}{CAUSAL}"]
     FAMILIES[f"{_stem}{'3' if _stem == 'Mistral' else ''}{CONDITIONAL}"] = replace(
-        _text, model_type=_model_type, module=_module, memory=_memory, text_type=_text.model_type
+        _text,
+        model_type=_model_type,
+        module=_module,
+        memory=_memory,
+        text_type=_text.model_type,
+        has_vision=_model_type in SQUARE,
     )
 # Fields of other families that change what a model computes, with the values that change nothing.
 # transformers ignores them in the families above; other programs may not.

@@ -7,7 +7,7 @@ return it (image_grid_thw).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -19,6 +19,7 @@ from areal_x.hf.image_positions import (
     batch_images,
     check_grids,
     count_patches,
+    image_spans,
     image_tokens,
     mrope_positions,
 )
@@ -53,11 +54,7 @@ def image_arrays(
             )
         return None
     given, given_grids, image_segments = batch_images(batch)
-    if given.shape[2] != arch.in_features:
-        wanted = f"the model's tower takes {arch.in_features}: use the processor that it came with"
-        raise UserError(
-            f"the images of the batch have patches of {given.shape[2]} numbers, but {wanted}"
-        )
+    arch.form.check(given.shape[2], given_grids[image_segments > 0])
     grids = [
         [(t, h, w) for t, h, w in own[there].tolist()]
         for own, there in zip(given_grids, image_segments > 0, strict=True)
@@ -73,9 +70,10 @@ def image_arrays(
             for of_rows in zip(*layouts, strict=True)
         )
     )
-    return ImageArrays(
-        patches, layout, image_places(of_image), positions_of(batch, of_image, grids, arch)
-    )
+    places = image_places(of_image)
+    if arch.side:
+        return ImageArrays(patches, layout, places, blocks=blocks_of(batch, of_image, grids, arch))
+    return ImageArrays(patches, layout, places, positions_of(batch, of_image, grids, arch))
 
 
 def positions_of(
@@ -86,24 +84,47 @@ def positions_of(
 ) -> Int[np.ndarray, "rows 3 length"]:
     """Returns the `mrope_positions` of each sequence of packed rows whose images have these grids,
     row by row."""
-    _, _, image_segments = batch_images(batch)
     positions = np.repeat(np.asarray(batch.positions, np.int32)[:, None], 3, axis=1)
+    for row, here, theirs in _with_images(batch, of_image, grids):
+        of_segment = mrope_positions(
+            batch.tokens[row, here],
+            theirs,
+            arch.image_token,
+            arch.merge,
+            batch.mask[row, here],
+        )
+        positions[row][:, here] = of_segment
+    return positions
+
+
+def blocks_of(
+    batch: Batch,
+    of_image: Bool[np.ndarray, "rows length"],
+    grids: Sequence[Sequence[Grid]],
+    arch: VisionArchitecture,
+) -> Int[np.ndarray, "rows length"]:
+    """Returns for each token of packed rows whose images have these grids the number of its image in
+    the row, from 1 on; 0 for text."""
+    blocks = np.zeros(batch.shape, np.int32)
+    for row, here, theirs in _with_images(batch, of_image, grids):
+        given = batch.tokens[row, here], theirs, arch.image_token, arch.merge, batch.mask[row, here]
+        first, places = blocks[row].max() + 1, np.flatnonzero(here)
+        for number, (start, stop) in enumerate(image_spans(*given, apart=True), first):
+            blocks[row, places[start:stop]] = number
+    return blocks
+
+
+def _with_images(
+    batch: Batch, of_image: Bool[np.ndarray, "rows length"], grids: Sequence[Sequence[Grid]]
+) -> Iterator[tuple[int, Bool[np.ndarray, " length"], list[Grid]]]:
+    """Yields the sequences of packed rows that have images, or tokens of images: their row, which of its
+    tokens are theirs, and the grids of their images."""
+    _, _, image_segments = batch_images(batch)
     for row, (segment_ids, own) in enumerate(zip(batch.segment_ids, grids, strict=True)):
         owners = image_segments[row][image_segments[row] > 0]
         for segment in np.union1d(owners, segment_ids[of_image[row]]):
-            here, theirs = (
-                segment_ids == segment,
-                [grid for grid, owner in zip(own, owners, strict=True) if owner == segment],
-            )
-            of_segment = mrope_positions(
-                batch.tokens[row, here],
-                theirs,
-                arch.image_token,
-                arch.merge,
-                batch.mask[row, here],
-            )
-            positions[row][:, here] = of_segment
-    return positions
+            theirs = [grid for grid, owner in zip(own, owners, strict=True) if owner == segment]
+            yield row, segment_ids == segment, theirs
 
 
 def patch_layout(

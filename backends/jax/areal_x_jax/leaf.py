@@ -42,7 +42,8 @@ class Leaf:
                 return (0, 2, 1) if self.outputs_first else None
             # Of adapters, PEFT joins the experts' rows of A, and their columns of B (hf.adapters).
             return (0, 2, 1) if self.axes[2] == "rank" else (2, 1, 0)
-        as_stored = self.axes[0] in ("vocab", "input_vocab", "vision_positions", "one")
+        kept = "vocab", "input_vocab", "vision_positions", "vision_pooled", "one"
+        as_stored = self.axes[0] in kept
         return None if len(self.axes) == 1 or as_stored else (1, 0)
 
 

@@ -64,13 +64,15 @@ class ImageFeatures(NamedTuple):
     """What a vision tower computes for the images of packed rows (see areal_x_jax.vision).
 
     places: index of each token's image embedding in its row, −1 for text. deepstack: what is added
-    to the outputs of each of the first layers there. rotation: replaces that of plain positions.
+    to the outputs of each of the first layers there. rotation: replaces that of plain positions, None
+    if those count. blocks: see `vision.ImageArrays`.
     """
 
     places: Int[Array, "rows length"]
     embeddings: Float[Array, "rows tokens hidden"]
     deepstack: Float[Array, "layers rows tokens hidden"] | None
-    rotation: Rotation
+    rotation: Rotation | None
+    blocks: Int[Array, "rows length"] | None = None
 
 
 def hidden_states(
@@ -123,11 +125,14 @@ def hidden_states(
         positions, segment_ids, until, trained = of_rows
         # The barrier keeps the compiler from recomputing sines for each head and layer.
         rotations = jax.lax.optimization_barrier(
-            position_rotations(arch, positions) if images is None else (images.rotation,)
+            position_rotations(arch, positions)
+            if images is None or images.rotation is None
+            else (images.rotation,)
         )
         tries = None if until is None else (until, positions)
+        blocks = None if images is None else images.blocks
         attend = attention_of(
-            arch, positions, segment_ids, tries, implementation, partitioner, ends
+            arch, positions, segment_ids, tries, implementation, partitioner, ends, blocks
         )
 
         def layer(number: int, x: Array, of_layer: tuple[Any, ...], kept: Any) -> layer_scan.Passed:

@@ -27,7 +27,7 @@ from areal_x_jax.varied_parameters import (
     varied_leaves,
     varied_sizes,
 )
-from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
+from areal_x_jax.vision_architecture import MODULES, PROJECTOR, VisionArchitecture
 
 Params = dict[str, Any]
 
@@ -56,6 +56,11 @@ VISION = {
     "deepstack.norm": ("vision_wide",),
     "deepstack.up": ("vision_joined", "vision_wide"),
     "deepstack.down": ("vision_wide", "vision_out"),
+    "post_norm": ("vision_hidden",),
+    "layers.q": ("vision_hidden", "vision_attended"),
+    "layers.k": ("vision_hidden", "vision_attended"),
+    "layers.v": ("vision_hidden", "vision_attended"),
+    "merger.projection": ("vision_pooled", "vision_out"),
 }
 # The same → Hugging Face's module in the tower; {} is the index in a stack.
 VISION_NAMES = {
@@ -87,6 +92,17 @@ VISION_NAMES = {
         "deepstack.norm": "deepstack_merger_list.{}.norm",
         "deepstack.up": "deepstack_merger_list.{}.linear_fc1",
         "deepstack.down": "deepstack_merger_list.{}.linear_fc2",
+    },
+    "gemma3": {
+        "patch": "embeddings.patch_embedding",
+        "positions": "embeddings.position_embedding",
+        "layers.attention_norm": "encoder.layers.{}.layer_norm1",
+        **{f"layers.{x}": f"encoder.layers.{{}}.self_attn.{x}_proj" for x in "qkv"},
+        "layers.o": "encoder.layers.{}.self_attn.out_proj",
+        "layers.mlp_norm": "encoder.layers.{}.layer_norm2",
+        "layers.up": "encoder.layers.{}.mlp.fc1",
+        "layers.down": "encoder.layers.{}.mlp.fc2",
+        "post_norm": "post_layernorm",
     },
 }
 
@@ -298,7 +314,9 @@ def module_of(arch: Architecture) -> str:
     """Returns the decoder's module in Hugging Face's names."""
     if arch.module and arch.adapters is not None:
         return arch.memory
-    return MODULES[arch.vision.family][0] if arch.vision else arch.module or "model"
+    if arch.vision is None or arch.module:
+        return arch.module or "model"
+    return MODULES[arch.vision.family][0]
 
 
 def head_of(arch: Architecture) -> str:
@@ -327,13 +345,19 @@ def other_leaves(arch: Architecture) -> dict[str, Leaf]:
 def vision_leaves(arch: VisionArchitecture) -> dict[tuple[str, ...], Leaf]:
     """Returns the tower's parameters by path below "vision"; a stacked one's name holds {} for its
     index."""
-    module, found = MODULES[arch.family][1], {}
+    module, found = arch.module, {}
     for path, name in VISION_NAMES[arch.family].items():
         axes, keys = VISION[path], tuple(path.split("."))
         found[keys] = Leaf(f"{module}.{name}.weight", axes)
         biased = {"patch": arch.patch_bias, "positions": False, "norm": arch.layer_norm}
-        if biased.get(keys[-1].removeprefix("attention_").removeprefix("mlp_"), True):
+        if biased.get(keys[-1].rpartition("_")[2], True):
             found[(*keys[:-1], f"{keys[-1]}_bias")] = Leaf(f"{module}.{name}.bias", axes[-1:])
+    if arch.side:
+        found["merger", "norm"] = Leaf(
+            f"{PROJECTOR}.mm_soft_emb_norm.weight", VISION["merger.norm"]
+        )
+        name = f"{PROJECTOR}.mm_input_projection_weight"
+        found["merger", "projection"] = Leaf(name, VISION["merger.projection"])
     return {path: leaf for path, leaf in found.items() if path[0] != "deepstack" or arch.deepstack}
 
 
@@ -409,6 +433,7 @@ def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:
         "vision_qkv": 3 * arch.hidden,
         "vision_attended": arch.hidden,
         "vision_intermediate": arch.intermediate,
+        "vision_pooled": arch.hidden,
         "vision_joined": wide,
         "vision_wide": wide,
         "vision_out": arch.out,

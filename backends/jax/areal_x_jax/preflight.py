@@ -48,7 +48,7 @@ def check(config: TrainerConfig) -> Devices:
         own[0].platform,
         len(own),
         memory if own[0].platform != "cpu" else None,
-        images=not arch.module,
+        images=arch.vision is not None or not arch.module,
     )
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from areal_x_jax import attention
 from areal_x_jax.architecture import Architecture
-from areal_x_jax.dense_attention import AttentionMask, Tries
+from areal_x_jax.dense_attention import AttentionMask, Blocks, Tries
 from areal_x_jax.sharding import AXES, Partitioner
 
 # query, key, value, the layer's window, its sinks
@@ -30,10 +30,12 @@ def attention_of(
     implementation: str,
     partitioner: Partitioner,
     ends: Int[Array, "rows runs"] | None = None,
+    blocks: Int[Array, "rows length"] | None = None,
 ) -> Attend:
     """Returns attention within the segments of these rows; on a mesh each device computes its rows,
     its heads and, against the keys and values of whole rows, its part of their length. tries: until
-    which index each token is seen, and positions, if sequences share tokens."""
+    which index each token is seen, and positions, if sequences share tokens. blocks: see
+    `dense_attention.Blocks`."""
     attend = partial(
         attention.attend,
         scale=arch.scale,
@@ -49,7 +51,8 @@ def attention_of(
         window, others = 0, []
     if cuts:
         chunk_ids, ends = ids_of_chunks(segment_ids, positions, chunk), None
-    seen = AttentionMask(segment_ids, segment_ids, tries=of_tries, ends=ends)
+    of_blocks = None if blocks is None else Blocks(blocks, blocks)
+    seen = AttentionMask(segment_ids, segment_ids, tries=of_tries, ends=ends, blocks=of_blocks)
     within = AttentionMask(chunk_ids, chunk_ids)
     if devices == 1:
         seen = attention.prepare(seen, implementation)
@@ -74,6 +77,7 @@ def attention_of(
         of_layer: Array,
         sinks: Array | None,
         tries: tuple[Array, Array] | None,
+        blocks: Array | None,
     ) -> Array:
         def whole(x: Array) -> Array:
             return jax.lax.all_gather(x, "context", axis=1, tiled=True)
@@ -81,14 +85,16 @@ def attention_of(
         key, value, keys = map(whole, (key, value, queries))
         start = jax.lax.axis_index("context") * query.shape[1]
         of_tries = None if tries is None else Tries(whole(tries[0]), tries[1], whole(tries[1]))
-        own = AttentionMask(queries, keys, start, of_layer if others else window, None, of_tries)
+        of_blocks = None if blocks is None else Blocks(blocks, whole(blocks))
+        windows = of_layer if others else window
+        own = AttentionMask(queries, keys, start, windows, tries=of_tries, blocks=of_blocks)
         return attend(query, key, value, own, sinks=sinks)
 
     heads, ids = (
         partitioner.spec("rows", "length", "heads", None),
         partitioner.spec("rows", "length"),
     )
-    inputs = heads, heads, heads, ids, partitioner.spec(), partitioner.spec("heads"), ids
+    inputs = heads, heads, heads, ids, partitioner.spec(), partitioner.spec("heads"), ids, ids
     on_mesh = (
         partitioner.shard_map(part, inputs, partitioner.spec("rows", "length", "heads"))
         if devices > 1
@@ -102,7 +108,7 @@ def attention_of(
         query: Array, key: Array, value: Array, of_layer: Array, sinks: Array | None
     ) -> Array:
         ids = jnp.where(of_layer > 0, chunk_ids, segment_ids) if cuts else segment_ids
-        attended: Array = on_mesh(query, key, value, ids, of_layer, sinks, tries)
+        attended: Array = on_mesh(query, key, value, ids, of_layer, sinks, tries, blocks)
         return attended
 
     return attend_on_mesh

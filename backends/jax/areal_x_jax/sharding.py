@@ -238,7 +238,7 @@ def check_stages(arch: Architecture, stages: int) -> None:
         raise UserError(
             f"mesh.stage = {stages} does not divide the {arch.layers} layers: give it a size that does"
         )
-    if arch.vision is not None:
+    if arch.vision is not None and not arch.vision.side:
         raise UserError(
             f"mesh.stage = {stages} cannot divide a model with a vision tower: use mesh.fsdp or"
             " mesh.tensor"

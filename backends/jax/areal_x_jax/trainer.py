@@ -384,6 +384,11 @@ class Trainer(HuggingFaceTrainer):
         self.check_tokens(batch, self.arch.vocab)
         batch = batch.replace(experts=self.recorded_experts(batch)).map(np.asarray)
         images = image_arrays(batch if rows else blank_row(batch), self.arch.vision, whole.patches)
+        if images is not None and self.partitioner.size("stage") > 1:
+            raise UserError(
+                "the batch has images, and JAX does not divide rows with images among mesh.stage ="
+                f" {self.partitioner.size('stage')} stages: use mesh.fsdp or mesh.tensor"
+            )
         if images is not None:  # patches are large, and nothing reads them in a higher precision
             images = images._replace(patches=images.patches.astype(self.dtype))
             images = jax.tree.map(lambda x: x[:rows], images)

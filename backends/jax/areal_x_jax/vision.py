@@ -1,5 +1,5 @@
-"""The vision towers of Qwen2.5-VL and Qwen3-VL from one description, over the patches of each row's
-images.
+"""The vision towers of Qwen2.5-VL, Qwen3-VL and Gemma 3 (SigLIP) from one description, over the patches
+of each row's images.
 
 What differs between families is a field of `VisionArchitecture`, never a subclass. The patches of a
 row's images are in the order of Hugging Face's image processors, in which the patches that the
@@ -29,8 +29,6 @@ from areal_x_jax.rotations import Rotation, rope
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 from areal_x_jax.vision_architecture import VisionArchitecture
 
-EPS = 1e-6  # of every norm of both families; no config holds it
-
 
 class PatchLayout(NamedTuple):
     """The position of each patch of a row's images. Padding has segment 0 and attends to padding
@@ -54,13 +52,16 @@ class ImageArrays(NamedTuple):
     """The images of packed rows, as `images.image_arrays` lays them out on the host.
 
     places: index of each token's image embedding in its row, −1 for text. positions: of tokens in
-    time, height and width.
+    time, height and width; None for a model with one position per token. blocks: for each token the
+    number of the image in its row whose tokens it sees in both directions, 0 for none; None for a model
+    whose attention is causal.
     """
 
     patches: Float[Array, "rows capacity in_features"]
     patch_layout: PatchLayout
     places: Int[Array, "rows length"]
-    positions: Int[Array, "rows 3 length"]
+    positions: Int[Array, "rows 3 length"] | None = None
+    blocks: Int[Array, "rows length"] | None = None
 
 
 def image_features(
@@ -83,12 +84,12 @@ def image_features(
         partitioner,
         implementation,
     )
-    rotation = multimodal_rotation(
-        jnp.moveaxis(images.positions, 1, 0), arch.ropes[0], arch.vision, arch.head_dim
-    )
-    return ImageFeatures(
-        images.places, embeddings, jnp.stack(deepstack) if deepstack else None, rotation
-    )
+    rotation = None
+    if images.positions is not None:
+        positions = jnp.moveaxis(images.positions, 1, 0)
+        rotation = multimodal_rotation(positions, arch.ropes[0], arch.vision, arch.head_dim)
+    stacked = jnp.stack(deepstack) if deepstack else None
+    return ImageFeatures(images.places, embeddings, stacked, rotation, images.blocks)
 
 
 def encode(
@@ -119,7 +120,8 @@ def encode(
             outside["positions"][patch_layout.corners] * patch_layout.corner_weights[..., None]
         )
         x = x + jnp.sum(corners, axis=-2).astype(x.dtype)
-    rotation = jax.lax.optimization_barrier(patch_rotation(tower, patch_layout))
+    if tower.rope_theta:
+        rotation = jax.lax.optimization_barrier(patch_rotation(tower, patch_layout))
     attend = attention_of(implementation, partitioner)
 
     def layer(x: Array, weights: Params, full: Array) -> Array:
@@ -130,10 +132,16 @@ def encode(
             else patch_layout.frames
         )
         y = norm(tower, weights, "attention_norm", x)
-        query, key, value = jnp.moveaxis(
-            affine(weights, "qkv", y).reshape(*y.shape[:-1], 3, tower.heads, -1), -3, 0
-        )
-        query, key = (rope(z.astype(jnp.float32), rotation).astype(z.dtype) for z in (query, key))
+        by_head = *y.shape[:-1], tower.heads, -1
+        if "qkv" in weights:
+            joined = affine(weights, "qkv", y).reshape(*y.shape[:-1], 3, tower.heads, -1)
+            query, key, value = jnp.moveaxis(joined, -3, 0)
+        else:
+            query, key, value = (affine(weights, name, y).reshape(by_head) for name in "qkv")
+        if tower.rope_theta:
+            query, key = (
+                rope(z.astype(jnp.float32), rotation).astype(z.dtype) for z in (query, key)
+            )
         x = x + affine(weights, "o", attend(query, key, value, segments))
         x = x + mlp(tower, weights, norm(tower, weights, "mlp_norm", x))
         return partitioner.constrain(x, "rows", None, None)
@@ -166,9 +174,10 @@ def encode(
             weights, {name: own[1:] for name, own in axes["deepstack"].items()}
         )
         deepstack.append(merge(tower, weights, x_of_layer, joined_first=True))
-    return merge(
-        tower, partitioner.gathered(params["merger"], axes["merger"]), x, joined_first=False
-    ), tuple(deepstack)
+    merger = partitioner.gathered(params["merger"], axes["merger"])
+    if tower.side:
+        return pool(tower, merger, norm(tower, outside, "post_norm", x)), ()
+    return merge(tower, merger, x, joined_first=False), tuple(deepstack)
 
 
 # query, key, value, segments
@@ -223,6 +232,18 @@ def merge(
     return affine(weights, "down", jax.nn.gelu(affine(weights, "up", x), approximate=False))
 
 
+def pool(
+    arch: VisionArchitecture, weights: Params, x: Float[Array, "rows capacity hidden"]
+) -> Float[Array, "rows tokens out"]:
+    """Averages merge² neighbouring patches, normalises the mean and projects it: Gemma 3's projector,
+    whose norm's scale is 1 + its weight."""
+    mean = x.reshape(len(x), -1, arch.merge**2, arch.hidden).mean(-2)
+    y = mean.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + arch.eps)
+    y = y * (1.0 + weights["norm"].astype(jnp.float32))
+    return affine(weights, "projection", y.astype(x.dtype))
+
+
 def mlp(
     arch: VisionArchitecture, weights: Params, x: Float[Array, "rows capacity hidden"]
 ) -> Float[Array, "rows capacity hidden"]:
@@ -238,7 +259,7 @@ def norm(
     y = x.astype(jnp.float32)
     if arch.layer_norm:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + EPS) * weights[name]
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + arch.eps) * weights[name]
     return (y + weights[f"{name}_bias"] if arch.layer_norm else y).astype(x.dtype)
 
 

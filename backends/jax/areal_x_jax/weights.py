@@ -41,7 +41,7 @@ from areal_x_jax.sharding import (
     put_sharded,
 )
 from areal_x_jax.varied_parameters import is_unused
-from areal_x_jax.vision_architecture import MODULES
+from areal_x_jax.vision_architecture import MODULES, SIGLIP_MODULES
 
 # Names of a language model's head in files.
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -101,7 +101,7 @@ def places(arch: Architecture) -> dict[str, Place]:
         for within, leaf in vision_leaves(arch.vision).items():
             for index in np.ndindex(*(sizes[axis] for axis in stack_of(within))):
                 found[leaf.name.format(*index)] = place(("vision", *within), leaf, *index)
-        kernel = f"{MODULES[arch.vision.family][1]}.patch_embed.proj.weight"
+        kernel = vision_leaves(arch.vision)["patch",].name
         found[kernel] = replace(found[kernel], tensor=(arch.vision.hidden, *arch.vision.patch))
     return found
 
@@ -127,6 +127,11 @@ def saved_name(arch: Architecture, name: str) -> str:
         for module in (IN_MEMORY, ON_DISK):
             if name.startswith(f"{module}."):
                 return f"{arch.module}.{name.removeprefix(f'{module}.')}"
+        if arch.vision is not None:
+            name = name.removeprefix("model.")
+            for module in reversed(SIGLIP_MODULES):
+                if name.startswith(f"{module}."):
+                    return f"{arch.vision.module}.{name.removeprefix(f'{module}.')}"
         return head_of(arch) if name in HEADS else name
     if arch.vision is None:
         return name
@@ -206,8 +211,13 @@ def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], so
 
 
 def as_stored(arch: Architecture, directory: Path) -> Architecture:
-    """Returns the architecture without a tied head if the directory has a head of its own, which then
-    counts, as it does in transformers: Mistral Small 3.1's config leaves out that it is not tied."""
+    """Returns the architecture with the names of a directory's tower, and without a tied head if the
+    directory has a head of its own, which then counts, as it does in transformers: Mistral Small 3.1's
+    config leaves out that it is not tied."""
+    if arch.vision is not None and arch.vision.module in SIGLIP_MODULES:
+        inner = SIGLIP_MODULES[1]
+        if any(f"{inner}." in name for name in model_dir.shapes(directory)):
+            arch = replace(arch, vision=replace(arch.vision, module=inner))
     if not arch.tied or arch.scores:
         return arch
     ends = head_of(arch), f"{module_of(arch)}.embed_tokens.weight"
@@ -238,8 +248,10 @@ def is_ignored(arch: Architecture, name: str) -> bool:
 
 
 def is_beside(arch: Architecture, name: str) -> bool:
-    """True for a tensor of the parts of a multimodal checkpoint that are not the language model: a
-    vision tower's."""
+    """True for a tensor of the parts of a multimodal checkpoint that are not trained: a vision tower's,
+    or only the pooling in it that Gemma 3 does not read."""
+    if arch.vision is not None:
+        return bool(arch.module) and name.startswith(f"{arch.vision.module}.head.")
     return bool(arch.module) and not name.startswith((f"{arch.module}.", head_of(arch), "score."))
 
 
