@@ -91,8 +91,8 @@ a swap brings, heads tied and not, and proves them. What they compute on acceler
 * SGLang fills no tied head of Mixtral and Qwen3 MoE, and reads no head of Gemma 3 that is not tied: both are refused, and the
   others of these families are served.
 * On a CPU vLLM leaves out the correction of ERNIE's routers, has no kernel for gpt-oss's experts, and differs from transformers
-  with Llama 4 by up to 0.1 nats a token. Multimodal checkpoints that are trained on text alone (Gemma 3, Mistral Small, Llama
-  4, Qwen3.5) were not served: an engine makes them only with a processor of images.
+  with Llama 4 by up to 0.1 nats a token. Multimodal checkpoints of Gemma 3, Mistral Small, Llama 4 and Qwen3.5 were not
+  served: an engine makes them only with a processor of images.
 
 """
 
