@@ -26,43 +26,18 @@ from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.workflows.single_turn import encode
 from examples.vision.task import as_url
 from tests.models import SEEING_SQUARES
+from tests.square_images import TEMPLATE, write_processor, write_prompt_files
 
 CONFIG = SEEING_SQUARES["gemma3_vl-narrow"]  # 24×24 pixels, 9 tokens
-SPECIAL = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<image_soft_token>", "<start_of_image>"]
-SPECIAL += ["<end_of_image>"]
-IDS = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
-# As Gemma 3's on the hub, but for what it does with a system message.
-TEMPLATE = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role }}
-{% if message.content is string %}{{ message.content | trim }}{% else %}{% for item in message.content %}
-{%- if item.type == 'image' %}<start_of_image>{% else %}{{ item.text | trim }}{% endif %}{% endfor %}{% endif %}<end_of_turn>
-{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
-{% endif %}"""
-BREAKS = ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]  # which are tokens, as in Gemma's vocabulary
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All of a Gemma 3 that a prompt is read with."""
-    from tokenizers import AddedToken, Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     made = tmp_path_factory.mktemp("gemma3")
-    (made / "config.json").write_text(json.dumps(CONFIG | IDS))
-    write_processor(made)
-    merges = [(BREAKS[0], BREAKS[0]), (BREAKS[1], BREAKS[0]), (BREAKS[1], BREAKS[1])]
-    pieces = [*SPECIAL, *BREAKS, *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
-    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
-    names = {"boi_token": SPECIAL[6], "eoi_token": SPECIAL[7], "image_token": SPECIAL[5]}
-    of_text = {"pad_token": SPECIAL[0], "eos_token": SPECIAL[1], "bos_token": SPECIAL[2]}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=names, **of_text).save_pretrained(made)
-    (made / "chat_template.jinja").write_text(TEMPLATE)
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    write_prompt_files(made, CONFIG)
     return made
-
-
-def write_processor(directory: Path, **changes: Any) -> None:
-    how = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}, "do_pan_and_scan": None}
-    (directory / "preprocessor_config.json").write_text(json.dumps(how | changes))
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -145,11 +120,11 @@ def test_crops_and_images_of_another_size_are_refused(directory: Path, tmp_path:
     tokenizer, crops = load_tokenizer(directory), {"pan_and_scan_min_crop_size": 4, "pan_and_scan_max_num_crops": 4}
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    write_processor(tmp_path, do_pan_and_scan=True, pan_and_scan_min_ratio_to_activate=1.2, **crops)
+    write_processor(tmp_path, CONFIG, do_pan_and_scan=True, pan_and_scan_min_ratio_to_activate=1.2, **crops)
     with pytest.raises(UserError, match=r"set do_pan_and_scan to false in preprocessor_config\.json"):
         read_prompt_images(load_tokenizer(tmp_path), message(PICTURES[2]))
     load_image_reader.cache_clear()
-    write_processor(tmp_path, size={"height": 28, "width": 28})
+    write_processor(tmp_path, CONFIG, size={"height": 28, "width": 28})
     with pytest.raises(UserError, match=r"makes images of \(3, 28, 28\), but its tower takes \(3, 24, 24\): correct size"):
         read_prompt_images(load_tokenizer(tmp_path), message(PICTURES[0]))
     with pytest.raises(UserError, match="writes 2 image tokens for 1 images"):
@@ -157,7 +132,7 @@ def test_crops_and_images_of_another_size_are_refused(directory: Path, tmp_path:
     with pytest.raises(UserError, match="image tokens in texts"):
         encode(tokenizer, message(PICTURES[0], "<image_soft_token>"), read_prompt_images(tokenizer, message(PICTURES[0])))
     load_image_reader.cache_clear()
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | IDS | {"mm_tokens_per_image": 10}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"mm_tokens_per_image": 10}))
     with pytest.raises(UserError, match="do not become mm_tokens_per_image = 10 tokens"):
         load_image_reader(str(tmp_path))
 

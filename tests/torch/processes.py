@@ -23,6 +23,7 @@ from areal_x.algorithms.mismatch import LagMetrics
 from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.batch import Models
 from areal_x.batching.packing import pack
+from areal_x.hf.image_format import SQUARE
 from areal_x.hf.model_dir import read_config
 from areal_x.protocols.shares import own_rows
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -32,7 +33,7 @@ from areal_x_torch.trainer import Trainer
 from tests.anchored import ANCHORED
 from tests.experts import recorded
 from tests.kept import kept_with
-from tests.models import PROMPTS, with_images
+from tests.models import PROMPTS, shown_to, with_images
 
 UPDATES, VOCABULARY = 2, 40
 IS_FIRST = os.environ.get("RANK", "0") == "0"
@@ -51,7 +52,14 @@ ONE = losses.combine(losses.ppo_clip, ANCHORED, *WATCHED, partial(losses.entropy
 TAUGHT = losses.combine(ONE, losses.divergence)
 
 
-def batch_of(seed: int, sees: bool = False) -> Batch:
+def shown(directory: Path, seed: int) -> list[Trajectory]:
+    """Rows with several images that this model takes, and rows without any."""
+    if read_config(directory)["model_type"] not in SQUARE:
+        return with_images(*SEEN, image_like=False, seed=seed)
+    return shown_to(directory, image_like=False, seed=seed) + with_images((45,), (44,), image_like=False, seed=seed)
+
+
+def batch_of(seed: int, sees: Path | None = None) -> Batch:
     rng = np.random.default_rng(seed)
     made = []
     for n in LENGTHS:
@@ -64,7 +72,7 @@ def batch_of(seed: int, sees: bool = False) -> Batch:
         versions = np.zeros(n - 1, np.int32)
         made.append(Trajectory.from_completion(prompt, answer, logprobs, versions, experts=experts, kept=kept))
     if sees and seed in WITH_IMAGES:
-        made = with_images(*SEEN, image_like=False, seed=seed)
+        made = shown(sees, seed)
     packed = pack(made, 64 if sees else 16)
     batch = packed.batch
     weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
@@ -89,7 +97,7 @@ def models_of(
     return Models(policy, reference, trainer_of(directory, mesh, head="value", **learns, **rows))
 
 
-def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, sees: bool) -> dict[str, Any]:
+def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, sees: Path | None) -> dict[str, Any]:
     """Everything that a run asks its trainers; arrays as lists. loss: the policy's. form: of its checkpoints."""
     policy, critic, reference = models.policy, models.critic, models.reference
     assert critic is not None
@@ -158,7 +166,8 @@ def main(to: str, *asked: str) -> None:
         form = "portable" if lora else "sharded"
         models = models_of(directory, mesh, teacher, lora, form, changes)
         loss = ONE if teacher is None else TAUGHT
-        found = ask(models, loss, folder, name, form, sees="vision_config" in read_config(Path(directory)))
+        sees = Path(directory) if "vision_config" in read_config(Path(directory)) else None
+        found = ask(models, loss, folder, name, form, sees)
         if IS_FIRST:
             (folder / f"{name}.json").write_text(json.dumps(found))
 

@@ -17,6 +17,7 @@ from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Trajectory
 from areal_x_torch import model
 from tests.models import (
     IMAGE,
@@ -192,6 +193,21 @@ def test_a_step_of_one_backend_is_that_of_the_other_with_images_that_see_themsel
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     np.testing.assert_allclose(first.logprobs(batch), second.logprobs(batch), atol=1e-4)
+
+
+def test_images_beside_prompts_that_are_shared_say_what_they_say_alone(backend, model_dir_of):
+    """Their own prompts are shared by none: positions and what an image sees are those of each sequence."""
+    directory = model_dir_of("gemma3_vl-narrow")
+    prompt, none = np.arange(9, 39, dtype=np.int32), np.zeros(5)
+    texts = [Trajectory.from_completion(prompt, prompt[i : i + 5], none, none, 1.0) for i in (3, 8, 11)]
+    made = [*shown_to(directory, image_like=False), *texts]
+    shared = pack(made, 2 * ROW, groups=[0, 1, 0, 2, 1, 2, *[3] * len(texts)])
+    assert shared.batch.parents is not None
+    trainer = create_trainer(backend, TrainerConfig(model=ModelConfig(str(directory)), share_prompts=True))
+    apart = pack(made, 2 * ROW)
+    found, expected = (x.gather(trainer.logprobs(x.batch)) for x in (shared, apart))
+    for trajectory, ours, alone in zip(made, found, expected, strict=True):
+        np.testing.assert_allclose(ours[trajectory.mask], alone[trajectory.mask], atol=1e-5)
 
 
 def test_images_for_a_model_of_text_are_refused(model_dir_of):
