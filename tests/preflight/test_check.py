@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -37,7 +38,9 @@ from tests import forking
 from tests.config.test_bad_input import RECIPES
 from tests.conftest import environment_with
 from tests.experiments import TASKS, tiny_experiment
+from tests.models import SEEING_SQUARES
 from tests.ones import counts_ones
+from tests.square_images import write_prompt_files
 from tests.thorough import further
 
 GPU = Devices("cuda", 1, 80 * 10**9)
@@ -619,6 +622,22 @@ def test_prompts_with_images_need_a_model_and_an_engine_that_see(experiment, tin
         fit(replace(experiment, backend="torch", engine="sglang"), pictures(3), seeing)
     with pytest.raises(UserError, match="reads text only"):
         fit(replace(experiment, backend="torch"), pictures(3), tiny)
+
+
+def test_servers_on_a_cpu_are_no_engine_for_images_that_see_themselves(
+    experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from examples.vision.task import pictures
+
+    write_prompt_files(tmp_path, SEEING_SQUARES["gemma3_vl"])
+    (tmp_path / "config.json").write_text(json.dumps(SEEING_SQUARES["gemma3_vl"]))
+    squares, served = model.Model(tmp_path, {}), replace(experiment, backend="torch", engine="vllm")
+    monkeypatch.setattr(tokens, "is_cpu_build", lambda: True)
+    with pytest.raises(UserError, match="which vLLM's attention on a CPU does not"):
+        fit(served, pictures(1), squares)
+    monkeypatch.setattr(tokens, "is_cpu_build", lambda: False)
+    assert "the longest of the first 1 prompts" in fit(replace(served, row_length=256), pictures(1), squares)
 
 
 def fit(experiment: Experiment, tasks: list[Task], of: model.Model) -> str:
