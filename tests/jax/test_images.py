@@ -127,7 +127,7 @@ def image_gradient_deviation(directory: Path) -> float:
 def test_logits_of_packed_rows_are_those_of_transformers(family: str, model_dir_of: MadeModel) -> None:
     packed, made = packed_of(model_dir_of(family)), shown_to(model_dir_of(family))
     rows = [{made[i].images is None for i in np.flatnonzero(packed.places.rows == row)} for row in packed.places.rows]
-    assert {True, False} in rows  # sequences with images and without share one
+    assert family not in FAMILIES or {True, False} in rows  # sequences with images and without share one
     # The model that an image's id stands in for is another one if its head is the embedding.
     tied = family in SEEING_SQUARES and "untied" not in family
     assert image_logit_deviation(model_dir_of(family), image_like=not tied) < 1e-4

@@ -138,7 +138,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
         freeze_beside(model)
     # SigLIP's own pooling of an image, which Gemma 3 does not read.
     for name, parameter in model.named_parameters():
-        if ".vision_tower.head." in name:
+        if ".vision_tower." in name and ".head." in name:
             parameter.requires_grad_(False)
     compatibility.prepare(model, directory)
     return model
