@@ -87,7 +87,7 @@ def test_what_the_model_sees_of_a_picture_is_the_picture(model: Path) -> None:
     """Its patches, put together again: rows of windows of 2×2 patches of 4×4 pixels, twice in time."""
     task = pictures(1)[0]
     images: Any = read_prompt_images(type("Tokenizer", (), {"name_or_path": str(model)}), task.prompt)
-    assert load_image_reader(str(model)).merge == 2
+    assert load_image_reader(str(model)).form.merge == 2
     apart = images.patches.reshape(4, 4, 2, 2, 3, 2, 4, 4)[:, :, :, :, :, 0]
     seen = apart.transpose(0, 2, 5, 1, 3, 6, 4).reshape(32, 32, 3)
     np.testing.assert_allclose((seen + 1) * 127.5, drawn_first(), atol=1e-3)
