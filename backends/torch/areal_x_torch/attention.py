@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 
 from areal_x.errors import ConfigError, one_of
 from areal_x_torch import kept_attention, masks, npu_attention, temperature
+from areal_x_torch.dtensors import local
 from areal_x_torch.masks import Visible, seen_of
 
 ATTENTION = "areal_x_segments"
@@ -231,6 +232,7 @@ def attend(
     """
     if position_bias is not None:
         raise NotImplementedError(f"{type(module).__name__} adds a bias to its attention")
+    s_aux = None if s_aux is None else local(s_aux)
     seen = seen_of(module, attention_mask, sliding_window)
     if segments is None:
         segments = Segments.of((query.shape[2],), sdpa, query.device)

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x.hf.model_parts import with_parts
-from areal_x_torch import delta_rule
+from areal_x_torch import delta_rule, weighed_inputs
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
 from areal_x_torch.dtensors import ShardedView, local
 from areal_x_torch.dummy_model import make_dummy
@@ -88,6 +88,7 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
                 " Mistral model"
             )
         _passed.add(which)
+    weighed_inputs.install(model)
 
 
 def attend_by(model: PreTrainedModel, name: str) -> None:

@@ -64,7 +64,7 @@ def mixture(
     weights: Float[Tensor, "tokens per_token"],
 ) -> Float[Tensor, "tokens features"]:
     """The function that transformers calls for the experts of each layer: the weighted sum of the chosen
-    experts' outputs.
+    experts' outputs, or the sum of their outputs of weighted inputs.
     """
     kind = hidden.device.type
     # Autocast does not affect grouped products.
@@ -80,7 +80,10 @@ def mixture(
         hidden, weights = (CopyToGroup.apply(x, together) for x in (hidden, weights))
         own = parts.own(len(sizes), sizes.device)
         order, sizes = order[own[of_all[order]]], torch.where(own, sizes, 0)
+    weighs_inputs = getattr(module, "weighs_inputs", False)  # areal_x_torch.weighed_inputs's
     x = hidden.to(dtype)[order // chosen.shape[1]]
+    if weighs_inputs:
+        x = x * weights.to(dtype).reshape(-1)[order, None]
     outputs = (
         local_experts(module, x, sizes)
         if parts is None
@@ -89,7 +92,10 @@ def mixture(
     # In the order of tokens, so that the sum does not depend on the routing.
     ordered = outputs.new_zeros(of_all.shape[0], outputs.shape[1]).index_copy(0, order, outputs)
     ordered = ordered.view(*chosen.shape, -1)
-    found = (weights.to(dtype).unsqueeze(1) @ ordered).squeeze(1).to(hidden.dtype)
+    if weighs_inputs:
+        found = ordered.sum(1).to(hidden.dtype)
+    else:
+        found = (weights.to(dtype).unsqueeze(1) @ ordered).squeeze(1).to(hidden.dtype)
     return found if together is None else SumOverGroup.apply(found, together)
 
 

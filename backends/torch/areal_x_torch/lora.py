@@ -15,7 +15,7 @@ process the gradient of that part only, and the sum of these once per step.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -60,8 +60,8 @@ class LoRALinear(SplitLinear):
         plain = fp8.product if self.fp8 else linear
         return plain(x, weight, bias) + linear(linear(x, a), b) * self.scale
 
-    def split(self, mesh: DeviceMesh, by_rows: bool) -> None:
-        super().split(mesh, by_rows)
+    def split(self, mesh: DeviceMesh, by_rows: bool, fused: Sequence[int] = ()) -> None:
+        super().split(mesh, by_rows, fused)
         layer = self.lora_B if by_rows else self.lora_A
         layer.weight = split(layer.weight, mesh, 0 if by_rows else 1)
 
@@ -146,7 +146,8 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def adaptable_experts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
     """Yields the modules of mixtures' experts with the names of their stacked kernels."""
     for name, module in _of_decoder(model):
-        if is_experts(module) and name.endswith("." + EXPERTS.removesuffix(".")):
+        mixed = is_experts(module) and not hasattr(module, "weighs_inputs")  # Llama 4's have none
+        if mixed and name.endswith("." + EXPERTS.removesuffix(".")):
             for kernel in EXPERT_KERNELS:
                 if isinstance(getattr(module, kernel, None), Parameter):
                     yield module, kernel

@@ -17,6 +17,7 @@ from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.images import check_sharing, sees
 from areal_x_torch.pipeline import check_adapters, names_of
 from areal_x_torch.sharding import check_model, sizes_of
+from areal_x_torch.tensor_split import styles_of
 
 
 def check(config: TrainerConfig) -> Devices:
@@ -34,6 +35,8 @@ def check(config: TrainerConfig) -> Devices:
     # None: preflight checks memory elsewhere.
     check_model(directory, config.mesh, None, learns=not config.lora.rank, offload=offload)
     model = loading.build(directory, config.head)
+    if config.mesh.tensor > 1:
+        styles_of(model, config.mesh.tensor)
     if config.mesh.stage > 1:
         names_of(model, config.mesh.stage)
         check_adapters(model, config)

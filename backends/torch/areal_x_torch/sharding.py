@@ -19,7 +19,6 @@ gathered over fsdp and context. The axes of a joined mesh have the names of thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -38,8 +37,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from transformers import AutoConfig, PreTrainedModel
 
 from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
@@ -47,14 +46,12 @@ from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.context_parallel import check_context
 from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dtensors import local, split
-from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import is_experts
 from areal_x_torch.loading import materialize
-from areal_x_torch.lora import LoRALinear
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.pipeline import check_stages
 from areal_x_torch.processes import join_alone
-from areal_x_torch.split_linear import SplitLinear
+from areal_x_torch.tensor_split import plan_of, split_heads
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")  # axes along which processes have their own rows
@@ -63,8 +60,6 @@ DENSE = "fsdp expert context"
 EXPERTS = "expert tensor"  # axes that divide a mixture's experts among them
 # Names, in configs, of the number of experts of a layer.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-SUMMED = "replicated_with_grad_allreduce"  # what transformers' plans call a norm of single heads
 
 
 def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -> DeviceMesh | None:
@@ -291,45 +286,6 @@ def is_tied(model: PreTrainedModel) -> bool:
     return head_layer(model).weight is model.get_input_embeddings().weight
 
 
-def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
-    """Returns transformers' own plan of how layers are split, by patterns of names below the base
-    model.
-
-    Raises: ConfigError for models that this backend cannot split by heads, or not by this many.
-    """
-    plan = dict(config.base_model_tp_plan or {})
-    plan.pop("embed_tokens", None)  # which `split_vocabulary` splits
-    for pattern in [pattern for pattern in plan if "experts" in pattern.split(".")]:
-        del plan[pattern]  # which `split_experts` splits
-    for pattern in [pattern for pattern in plan if "linear_attn" in pattern.split(".")]:
-        del plan[pattern]  # gated delta rule layers, which every process computes whole
-    unlike = getattr(config, "is_heterogeneous", False)  # heads of different layers
-    if not plan or unlike or set(plan.values()) - {*STYLES, SUMMED}:
-        wanted = (
-            f"1, as heads and MLPs of a {config.model_type} model cannot be sharded yet: use"
-            " mesh.fsdp"
-        )
-        raise ConfigError("mesh.tensor", tensor, wanted)
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        count = getattr(config, what, None) or config.num_attention_heads
-        if count % tensor:
-            raise ConfigError("mesh.tensor", tensor, f"a divisor of the model's {what} = {count}")
-    return plan
-
-
-def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    decoder = inner_decoder(model)
-    for pattern, style in plan_of(decoder.config, mesh.size()).items():
-        for name, layer in list(decoder.named_modules()) if style in STYLES else ():
-            if not fnmatchcase(name, pattern):
-                continue
-            if isinstance(layer, SplitLinear):
-                # Its outputs are columns: it computes x Wᵀ.
-                layer.split(mesh, by_rows=style == "colwise")
-            else:
-                parallelize_module(layer, mesh, STYLES[style]())
-
-
 def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Splits the embedding, and a language model's head; areal_x_torch.head combines the outputs of
     each process's words."""
@@ -361,28 +317,6 @@ def split_experts(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> No
         owner, _, own = name.rpartition(".")  # an adapter's, or its own
         setattr(module.get_submodule(owner), own, split(x, mesh, 0))
     module.same_tokens = tensor.get_group() if tensor.size() > 1 else None
-
-
-def replicated_in_tensor_group(
-    model: PreTrainedModel, mesh: DeviceMesh | None
-) -> list[nn.Parameter]:
-    """Returns the parameters for which each process of a tensor group has only the gradient of its
-    own heads or columns."""
-    if mesh is None or mesh["tensor"].size() == 1:
-        return []
-    decoder = inner_decoder(model)
-    names = [
-        name
-        for name, style in plan_of(decoder.config, mesh["tensor"].size()).items()
-        if style == SUMMED
-    ]
-    found = []
-    for name, module in decoder.named_modules():
-        if any(fnmatchcase(name, of) for of in names):
-            found += list(module.parameters())
-        if isinstance(module, LoRALinear) and module.others is not None:
-            found.append(module.whole)
-    return found
 
 
 # ---- sums over all processes

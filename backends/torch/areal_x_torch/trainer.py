@@ -63,7 +63,6 @@ from areal_x_torch.sharding import (
     check_model,
     make_mesh,
     max_over_rows,
-    replicated_in_tensor_group,
     row_rank,
     shard_model,
     sum_gradients,
@@ -73,6 +72,7 @@ from areal_x_torch.sharding import (
     total_norm,
 )
 from areal_x_torch.shares import MicroBatches, divide
+from areal_x_torch.tensor_split import replicated_in_tensor_group
 
 # The output of each method of a trainer, and the heads that have it.
 OUTPUTS = {"logprobs": ("logp", ("policy",)), "values": ("values", ("value", "reward"))}
