@@ -387,6 +387,7 @@ JAX_MESHES = JAX.format("families", "meshes_compute_the_numbers_of_one_device")
 JAX_STAGES = JAX.format("sharding", "ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between")
 TORCH_STAGES = TORCH.format("pipeline", "stages_one_after_another_compute_what_the_whole_model_does_and_its_gradient")
 TORCH_MESHES = TORCH.format("processes", "several_processes_learn_what_one_does")
+TORCH_PAIRS = TORCH.format("family_meshes", "two_processes_train_each_family_as_one_does")
 JAX_PACKED = (
     "families",
     "packed_rows_are_each_sequence_alone_in_transformers_and_files_go_round_with_the_same_bits",
@@ -416,39 +417,17 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
         TORCH.format("images", "gradients_are_those_of_each_sequence_alone"): TORCH_SEES,
     },
     ("torch", "LoRA"): {
-        TORCH.format("lora", "adapters_of_each_family_are_transformers_with_the_products_added"): OF_SHAPES,
+        TORCH.format("lora", "adapters_of_each_family_are_transformers_with_the_products_added"): OF_SHAPES
+        | {"gemma4_text": "gemma4", "gemma4": "gemma4-beside", "qwen3_vl": "qwen3_vl"},
         TORCH_MESHES: {"qwen2_5_vl": "adapters-both"},
     },
     ("torch", "tensor"): {
-        TORCH_MESHES: {
-            "qwen3": "distilled",
-            "qwen2": "copies",
-            "gemma3_text": "capped",
-            "qwen2_5_vl": "adapters-both",
-            "qwen3_moe": "mixture-tensor",
-            "qwen2_moe": "experts-tensor",
-            "deepseek_v3": "latent-tensor",
-            "qwen3_next": "hybrid-tensor",
-            "qwen3_5_text": "hybrid-adapters",
-        }
+        TORCH_PAIRS: {family: family for family in OF_SHAPES},
+        TORCH_MESHES: {"qwen2_5_vl": "adapters-both", "qwen3_vl": "images-tensor"},
     },
-    ("torch", "expert"): {
-        TORCH_MESHES: {
-            "qwen3_moe": "context-experts",
-            "qwen2_moe": "experts-tensor",
-            "gpt_oss": "sinks",
-            "qwen3_next": "hybrid-experts",
-        }
-    },
+    ("torch", "expert"): {TORCH_PAIRS: {family: family for family in MIXTURES}},
     ("torch", "context"): {
-        TORCH_MESHES: {
-            "qwen3": "context",
-            "gemma3_text": "context-tensor",
-            "qwen3_moe": "context-experts",
-            "gpt_oss": "sinks",
-            "qwen3_5_text": "hybrid-context",
-            "qwen3_next": "hybrid-experts",
-        }
+        TORCH_PAIRS: {family: family for family in (*OF_SHAPES, "gemma4_text") if family not in SEEING_HYBRIDS}
     },
     ("torch", "stage"): {
         TORCH_STAGES: {family: x for family, x in OF_SHAPES.items() if family not in INSIDE and family != "llama4_text"}

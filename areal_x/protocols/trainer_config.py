@@ -143,6 +143,10 @@ class MeshConfig:
     tensor: int = 1
     """Shards of attention heads, MLP width and vocabulary."""
 
+    sequence: bool = False
+    """Divide each row's tokens among the shards of `tensor` where heads and widths are not divided
+    (torch): between attention and MLPs a device has a part of them in place of all."""
+
     stage: int = 1
     """Groups of consecutive layers, through which rows go in turns (pipeline parallelism)."""
 
@@ -162,6 +166,9 @@ class MeshConfig:
         if self.stage_chunks > 1 and self.stage == 1:
             wanted = "1 with mesh.stage = 1, where rows wait for no other stage"
             raise ConfigError("mesh.stage_chunks", self.stage_chunks, wanted)
+        if self.sequence and self.tensor == 1:
+            wanted = "False with mesh.tensor = 1, among whose shards it divides tokens"
+            raise ConfigError("mesh.sequence", True, wanted)
 
     def within_one_process(self) -> MeshConfig:
         """Returns the mesh of a model that one process computes alone: on all of its devices if

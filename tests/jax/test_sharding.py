@@ -99,6 +99,8 @@ def test_a_mesh_of_other_than_the_devices_is_refused(axis: str) -> None:
 def test_several_chunks_of_a_stage_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"mesh\.stage_chunks = 2 .* 1 with JAX, whose stages have one group of layers each"):
         make_partitioner(MeshConfig(stage=2, stage_chunks=2))
+    with pytest.raises(ConfigError, match=r"mesh\.sequence = True .* False with train\.backend = 'jax': use mesh\.context"):
+        make_partitioner(MeshConfig(tensor=2, sequence=True))
 
 
 def test_one_device_alone_says_nothing_to_the_compiler() -> None:

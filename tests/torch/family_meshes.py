@@ -36,7 +36,7 @@ def trainer_of(directory: str, mesh: dict[str, int], adapted: bool) -> Trainer:
         targets |= {EXPERTS + kernel for _, kernel in adaptable_experts(model)}
         lora = LoRAConfig(rank=3, alpha=6.0, targets=tuple(sorted(targets)))
     config = {"model": ModelConfig(path=directory), "mesh": MeshConfig(**mesh), "optimizer": OPTIMIZER, "lora": lora}
-    return Trainer(TrainerConfig(**config, micro_batch_rows=1, head_chunk=8, entropy=True))
+    return Trainer(TrainerConfig(**config, micro_batch_rows=4, head_chunk=8))
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:

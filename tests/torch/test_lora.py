@@ -22,9 +22,10 @@ from areal_x_torch import loading, model
 from areal_x_torch.lora import adaptable
 from tests.backend_moves import LOSS, deviations, learn, recorded_batches, trainer
 from tests.model_families import CASES, HYBRIDS
-from tests.models import trajectories, write_config
+from tests.models import SEEING, trajectories, write_config
 from tests.thorough import further
 
+from .test_families import GEMMA4S
 from .test_families import plain as plain_model
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
@@ -114,9 +115,14 @@ def test_the_adapted_model_is_transformers_with_the_products_added(tiny_model_di
 FIRST = ["phi3-0", "qwen3_next-0"]
 
 
-@pytest.mark.parametrize("name", [*FIRST, *further(*(x for x in CASES if x.endswith("-0") and x not in FIRST))])
+# Those that torch alone gives adapters.
+OTHERS = {"gemma4": GEMMA4S["gemma4-layers"], "gemma4-beside": GEMMA4S["gemma4-beside"], "qwen3_vl": SEEING["qwen3_vl"]}
+FURTHER = [x for x in CASES if x.endswith("-0") and x not in FIRST] + list(OTHERS)
+
+
+@pytest.mark.parametrize("name", [*FIRST, *further(*FURTHER)])
 def test_adapters_of_each_family_are_transformers_with_the_products_added(name, tmp_path):
-    directory = write_config(CASES[name], tmp_path)
+    directory = write_config((CASES | OTHERS)[name], tmp_path)
     there = adaptable(loading.build(directory, "policy"))
     targets = tuple(sorted({module.rpartition(".")[2] for module in there}))
     made = make(directory, lora=replace(LORA, targets=targets))

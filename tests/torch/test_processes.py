@@ -35,6 +35,7 @@ MESHES = {
     "adapters-fsdp": ("adapted", {"fsdp": 2}),
     "adapters-tensor": ("adapted", {"tensor": 2}),
     "images-fsdp": ("qwen3_vl", {"fsdp": 2}),
+    "images-tensor": ("qwen3_vl", {"tensor": 2}),
     "hybrid-fsdp": ("hybrid", {"fsdp": 2}),
     "hybrid-tensor": ("hybrid-moe", {"tensor": 2}),
     "hybrid-adapters": ("hybrid-adapted", {"tensor": 2}),

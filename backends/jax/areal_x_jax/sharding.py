@@ -155,6 +155,10 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
 
     Raises: ConfigError if the mesh needs another number.
     """
+    if config.sequence:
+        raise ConfigError(
+            "mesh.sequence", True, "False with train.backend = 'jax': use mesh.context"
+        )
     if config.stage_chunks > 1:
         wanted = "1 with JAX, whose stages have one group of layers each: give it more rows at once"
         raise ConfigError("mesh.stage_chunks", config.stage_chunks, wanted)

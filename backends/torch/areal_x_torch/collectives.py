@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -71,3 +73,50 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return AllToAll.apply(grad, *ctx.arguments), None, None, None
+
+
+class Exchange(torch.autograd.Function):
+    """One of the functions of tokens below, the gradient of which is another: summed where each
+    process computed a part of what became of all tokens, its own where each computed the same."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, there: OfTokens, back: OfTokens
+    ) -> Tensor:
+        ctx.arguments = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        group, back = ctx.arguments
+        return back(grad, group), None, None, None
+
+
+OfTokens: TypeAlias = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+def own_tokens(
+    x: Float[Tensor, "*_ tokens features"], group: ProcessGroup
+) -> Float[Tensor, "*_ own_tokens features"]:
+    """Returns this process's tokens of those that all have."""
+    return x.chunk(group.size(), -2)[group.rank()].contiguous()
+
+
+def all_tokens(
+    x: Float[Tensor, "*_ own_tokens features"], group: ProcessGroup
+) -> Float[Tensor, "*_ tokens features"]:
+    """Concatenates all processes' tokens."""
+    rows = x.flatten(0, -2).contiguous()
+    whole = rows.new_empty(len(rows) * group.size(), rows.shape[1])
+    dist.all_gather_into_tensor(whole, rows, group=group)
+    return whole.view(*x.shape[:-2], -1, x.shape[-1])
+
+
+def summed_own_tokens(
+    x: Float[Tensor, "*_ tokens features"], group: ProcessGroup
+) -> Float[Tensor, "*_ own_tokens features"]:
+    """Returns the sum over processes of this one's tokens."""
+    rows = x.flatten(0, -2).contiguous()
+    own = rows.new_empty(len(rows) // group.size(), rows.shape[1])
+    dist.reduce_scatter_tensor(own, rows, group=group)
+    return own.view(*x.shape[:-2], -1, x.shape[-1])

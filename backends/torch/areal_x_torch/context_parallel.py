@@ -34,16 +34,15 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
         return
     if counts_in_three(model):
         raise wants("1, as torch does not split rows with images yet: use mesh.fsdp")
-    if model.num_attention_heads % (mesh.context * mesh.tensor):
+    text = model.get_text_config()
+    if text.num_attention_heads % (mesh.context * mesh.tensor):
         over = (
-            f" / mesh.tensor = {model.num_attention_heads // mesh.tensor}"
-            if mesh.tensor > 1
-            else ""
+            f" / mesh.tensor = {text.num_attention_heads // mesh.tensor}" if mesh.tensor > 1 else ""
         )
         raise wants(
-            f"a divisor of the model's num_attention_heads = {model.num_attention_heads}{over}"
+            f"a divisor of the model's num_attention_heads = {text.num_attention_heads}{over}"
         )
-    heads = getattr(model, "linear_num_key_heads", None)  # of gated delta rule layers
+    heads = getattr(text, "linear_num_key_heads", None)  # of gated delta rule layers
     if heads and heads % mesh.context:
         raise wants(f"a divisor of the model's linear_num_key_heads = {heads}")
 

@@ -84,7 +84,7 @@ def choose(
     attention: int,
     tokens: int,
 ) -> str:
-    """Returns what the backward pass recomputes for this many tokens: "nothing", "products" (all but
+    """Returns what the backward pass recomputes for this many tokens of a block: "nothing", "products" (all but
     these and attention), "attention" (all but that) or "layers".
 
     "auto" takes the first that fits into the room, and "nothing" if the room is unknown. products:
@@ -92,12 +92,14 @@ def choose(
     """
     if config.remat != "auto":
         return config.remat
-    of_products = tokens * products // config.mesh.tensor * dtype.itemsize
+    # A block's own tokens are a part of those whose heads and widths it computes a part of.
+    parts = 1 if config.mesh.sequence else config.mesh.tensor
+    of_products = tokens * products // parts * dtype.itemsize
     needed = {how: times * of_products for how, times in KEPT.items()}
     if config.compile:
         # The compiler recomputes what is elementwise.
         needed = {"nothing": needed["products"]}
-    needed["attention"] = tokens * attention // config.mesh.tensor
+    needed["attention"] = tokens * attention // parts
     return next((how for how, x in needed.items() if room is None or x <= room), "layers")
 
 

@@ -70,7 +70,8 @@ class Forward:
         """Returns this process's passes over its rows; at least `most`, as many as the process with
         most makes."""
         budget = self.config.micro_batch_rows * rows.shape[1]
-        parts = self.config.mesh.context
+        mesh = self.config.mesh
+        parts = mesh.context * (mesh.tensor if mesh.sequence else 1)
         own = [
             padded_to_multiple(flat, parts)
             for flat in flatten_rows(rows.segment_ids, budget, rows.parents)

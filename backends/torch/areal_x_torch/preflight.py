@@ -11,7 +11,7 @@ import torch
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
-from areal_x_torch import attention, experts, loading, lora, rope
+from areal_x_torch import attention, experts, loading, lora, rope, sequence_parallel
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.images import check_sharing, sees
@@ -37,6 +37,7 @@ def check(config: TrainerConfig) -> Devices:
     model = loading.build(directory, config.head)
     if config.mesh.tensor > 1:
         styles_of(model, config.mesh.tensor)
+        sequence_parallel.check(config, model)
     if config.mesh.stage > 1:
         names_of(model, config.mesh.stage)
         check_adapters(model, config)

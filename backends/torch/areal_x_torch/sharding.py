@@ -43,6 +43,7 @@ from transformers import AutoConfig, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import MeshConfig
+from areal_x_torch import sequence_parallel
 from areal_x_torch.context_parallel import check_context
 from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dtensors import local, split
@@ -207,6 +208,7 @@ def shard_model(
     shard_ends: bool = True,
     offload: bool = False,
     held: nn.ModuleList | None = None,
+    tokens_apart: bool = False,
 ) -> ModelWithHead:
     """Returns the model that `loading.build` made on the device: whole, or this process's part of
     it, which `loading.fill` then reads.
@@ -229,7 +231,9 @@ def shard_model(
     dense = joined_mesh(mesh, "stage", "data", DENSE, "tensor")
     if dense["tensor"].size() > 1:
         learns = {name: p.requires_grad for name, p in model.named_parameters()}
-        split_heads(model, dense["tensor"])
+        split_heads(model, dense["tensor"], tokens_apart)
+        if tokens_apart:
+            sequence_parallel.install(model, dense["tensor"].get_group())
         if shard_ends:
             split_vocabulary(model, dense["tensor"])
             whole.head.others = None if is_classifier(model) else dense["tensor"].get_group()

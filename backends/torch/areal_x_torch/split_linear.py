@@ -21,7 +21,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import linear
 
-from areal_x_torch.collectives import AllToAll, CopyToGroup, SumOverGroup
+from areal_x_torch.collectives import (
+    AllToAll,
+    CopyToGroup,
+    Exchange,
+    SumOverGroup,
+    all_tokens,
+    summed_own_tokens,
+)
 from areal_x_torch.dtensors import local, split
 
 BY_ROWS = ("weight", "bias", "lora_B.weight")  # what is split by rows where the layer is
@@ -38,6 +45,7 @@ class SplitLinear(nn.Linear):
         self.others: ProcessGroup | None = None
         self.by_rows = True
         self.fused: tuple[int, ...] = ()
+        self.tokens_apart = False  # see areal_x_torch.sequence_parallel
 
     @abstractmethod
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,11 +53,17 @@ class SplitLinear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ out"]:
         bias = None if self.bias is None else self.own("bias")
-        if self.others is None or self.by_rows:
+        if self.others is None:
+            return self._product(x, bias)
+        if self.by_rows:
             return self._product(
-                x if self.others is None else CopyToGroup.apply(x, self.others), bias
+                x if self.tokens_apart else CopyToGroup.apply(x, self.others), bias
             )
-        summed: Tensor = SumOverGroup.apply(self._product(x, None), self.others)
+        summed, product = None, self._product(x, None)
+        if self.tokens_apart:
+            summed = Exchange.apply(product, self.others, summed_own_tokens, all_tokens)
+        else:
+            summed = SumOverGroup.apply(product, self.others)
         return summed if bias is None else summed + bias
 
     def own(self, name: str) -> Tensor:

@@ -7,7 +7,8 @@ transformers has plans for most models, as styles by patterns of layers' names. 
 one that splits parameters but has every process compute all heads, the plan is here (`GIVEN`). Of an
 attention whose heads are split, a parameter that no plan names would have the gradient of this
 process's heads alone: it is found by its place, and summed over the group if it is a norm of single
-heads; another is refused. Mixtures' experts are split in areal_x_torch.sharding.
+heads or of an activation, split if it has one sink for each head, and refused otherwise. Mixtures'
+experts are split in areal_x_torch.sharding.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from areal_x_torch.split_linear import PlainLinear, SplitLinear
 # Styles of transformers' plans.
 COLUMNS, ROWS = "colwise", "rowwise"
 SUMMED = "replicated_with_grad_allreduce"  # a norm of single heads
-SHARED_KEY = "mla_kv_a_proj"  # of latent attention: one rotated key for the heads of all processes
 # Styles of this file.
+SHARED_KEY = "latent attention's one rotated key for the heads of all processes"
 FUSED_HEADS = "queries, keys and values in one product"
 FUSED_WIDTH = "gate and up in one product"
 PART_OF_NORM = "a norm over all heads together, or with weights for each head"
@@ -61,11 +62,12 @@ def _mlp(place: str) -> dict[str, str]:
 # By model type, what is put in place of entries of transformers' plan, or added to it.
 GIVEN = {
     "cohere": NORMS,  # which Command R+ has
+    "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "glm": FUSED_MLP,
     "glm4": FUSED_MLP,
-    "glm4_moe_lite": _mlp("mlp.shared_experts"),
-    "gpt_oss": HEADS | {ATTENTION.rstrip("."): SINKS},
+    "glm4_moe_lite": LATENT | _mlp("mlp.shared_experts"),
+    "gpt_oss": HEADS,
     "olmo2": HEADS | NORMS,
     "olmo3": HEADS | NORMS,
     "phi3": FUSED_ATTENTION | FUSED_MLP,
@@ -120,20 +122,21 @@ def styles_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
             _check_width(name, module, found[-1], tensor)
     for whole in [name.rpartition(".")[0] for name, style in styles.items() if style == ROWS]:
         for name, module in decoder.get_submodule(whole).named_modules(prefix=whole):
-            own = dict(module.named_parameters(recurse=False))
-            named = name in styles and (name != whole or own.keys() == {"sinks"})
-            inside = any(name.startswith(f"{layer}.") for layer in styles if layer != whole)
-            before = name.removeprefix(f"{whole}.").partition(".")[0] in BEFORE_HEADS
-            if not own or named or inside or before:
+            own = {x: tuple(p.shape) for x, p in module.named_parameters(recurse=False)}
+            inside = any(f"{name}.".startswith(f"{layer}.") for layer in styles if layer != whole)
+            below = name.removeprefix(f"{whole}.").partition(".")[0]
+            if not own or inside or below in BEFORE_HEADS:
                 continue
-            of_heads = {(getattr(config, "head_dim", None),)}
-            if name == whole or {tuple(x.shape) for x in own.values()} != of_heads:
+            if name == whole and own == {"sinks": (config.num_attention_heads,)}:
+                styles[name] = SINKS
+            elif below == "act_fn" or set(own.values()) == {(getattr(config, "head_dim", None),)}:
+                styles[name] = SUMMED
+            else:
                 wanted = (
                     f"1, as no plan names {name} among the split layers of a {config.model_type}"
                     " model: use mesh.fsdp"
                 )
                 raise ConfigError("mesh.tensor", tensor, wanted)
-            styles[name] = SUMMED
     return styles
 
 
@@ -147,15 +150,17 @@ def _check_width(name: str, module: nn.Module, style: str, tensor: int) -> None:
             raise ConfigError("mesh.tensor", tensor, wanted)
 
 
-def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Splits the layers of a decoder over a tensor group. Raises: like `styles_of`."""
+def split_heads(model: PreTrainedModel, mesh: DeviceMesh, tokens_apart: bool = False) -> None:
+    """Splits the layers of a decoder over a tensor group. tokens_apart: so that
+    areal_x_torch.sequence_parallel can exchange tokens. Raises: like `styles_of`."""
     decoder, group = inner_decoder(model), mesh.get_group()
     for name, style in styles_of(model, mesh.size()).items():
         layer, above = decoder.get_submodule(name), decoder.get_submodule(name.rpartition(".")[0])
-        if style in (FUSED_HEADS, FUSED_WIDTH):
-            if not isinstance(layer, SplitLinear):
-                layer = PlainLinear(layer)
-                decoder.set_submodule(name, layer)
+        fused = style in (FUSED_HEADS, FUSED_WIDTH)
+        if (fused or (tokens_apart and style in LINEAR)) and not isinstance(layer, SplitLinear):
+            layer = PlainLinear(layer)
+            decoder.set_submodule(name, layer)
+        if fused:
             if style == FUSED_WIDTH:
                 layer.split(mesh, by_rows=True, fused=(layer.out_features // 2,) * 2)
             else:
@@ -219,10 +224,10 @@ def replicated_in_tensor_group(
         return []
     decoder = inner_decoder(model)
     styles = styles_of(model, mesh["tensor"].size())
-    found = []
+    found = [model.get_parameter(name) for name in getattr(model, "own_token_parameters", ())]
     for name, module in decoder.named_modules():
         if styles.get(name) == SUMMED:
-            found += list(module.parameters())
+            found += [p for p in module.parameters() if all(p is not x for x in found)]
         if isinstance(module, LoRALinear) and module.others is not None:
             found.append(module.whole)
     return found

@@ -42,6 +42,7 @@ from areal_x_torch import (
     optimizers,
     resting,
     rope,
+    sequence_parallel,
     sharded_checkpoint,
 )
 from areal_x_torch.collectives import SumOverGroup
@@ -130,6 +131,7 @@ class Trainer(HuggingFaceTrainer):
                 "a vision-language model exactly if the student is one",
             )
         check_adapters(self.model, config)
+        sequence_parallel.check(config, self.model)
         if config.precision == "fp8":
             fp8.install(self.model)
         if config.lora.rank:
@@ -144,6 +146,7 @@ class Trainer(HuggingFaceTrainer):
             self.device,
             offload=self.offload,
             held=None if self.pipeline is None else self.pipeline.held,
+            tokens_apart=config.mesh.sequence,
         )
         loading.fill(self.model, self.directory)
         attend = attention.choose(config.model.attention, self.device, self.dtype)

@@ -1,0 +1,128 @@
+"""Every family of models on meshes of two and four processes: two updates with the numbers of one device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.launching import finished
+from tests.model_families import FAMILY_MODELS, HYBRIDS, MIXTURES
+from tests.models import write_config
+from tests.thorough import further, run_values
+
+from .processes import UPDATES
+from .test_families import GEMMA4S
+
+# Text only, with shapes of their own in other tests.
+SHAPES = {family: shapes[0] for family, shapes in FAMILY_MODELS.items()} | {"gemma4_text": GEMMA4S["gemma4-dense"]}
+FIRST = ("phi3",)  # products of which each process takes some rows
+FAMILIES = [*FIRST, *further(*(family for family in SHAPES if family not in FIRST))]
+# Mesh → its axes, and whether the head is tied where the family's is not, and adapters are trained.
+PAIRS: dict[str, tuple[dict[str, int], bool]] = {
+    "tensor": ({"tensor": 2}, False),
+    "adapters": ({"tensor": 2}, True),
+    "sequence": ({"tensor": 2, "sequence": True}, False),
+    "context": ({"context": 2}, False),
+    "expert": ({"expert": 2}, False),
+}
+FOURS = {
+    "expert-tensor": ({"expert": 2, "tensor": 2}, False),
+    "context-sequence": ({"context": 2, "tensor": 2, "sequence": True}, True),
+}
+REFUSED = {
+    ("gemma4_text", "tensor"): "heads and MLPs of a gemma4_text model cannot be sharded yet",
+    ("gemma4_text", "adapters"): "heads and MLPs of a gemma4_text model cannot be sharded yet",
+    ("gemma4_text", "sequence"): "heads and MLPs of a gemma4_text model cannot be sharded yet",
+    ("qwen3_5", "context"): "rows with images",
+    ("qwen3_5_moe", "context"): "rows with images",
+    ("qwen3_5", "sequence"): "a model with images",
+    ("qwen3_5_moe", "sequence"): "a model with images",
+}
+
+
+def far_of(family: str) -> float:
+    """A delta rule's state adds up the rounding of all tokens before: transformers' own log-probabilities move by 1e-4 where
+    each weight moves by a rounding."""
+    return 1e-3 if f"{family}-0" in HYBRIDS else 2e-5
+
+
+def other_head(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same model with a tied head if its own is not, and the reverse."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.for_model(**config).get_text_config()
+    tied = {"tie_word_embeddings": not text.tie_word_embeddings}
+    return config | tied | ({"text_config": config["text_config"] | tied} if "text_config" in config else {})
+
+
+def meshes_of(family: str, meshes: dict[str, tuple[dict[str, int], bool]]) -> Iterator[tuple[str, dict[str, int], bool]]:
+    for name, (mesh, adapted) in meshes.items():
+        if "expert" not in mesh or family in MIXTURES:
+            yield name, mesh, adapted
+
+
+def find(folder: Path, families: set[str], meshes: dict[str, tuple[dict[str, int], bool]]) -> Path:
+    """Has as many processes as the meshes take compare each family's with one device."""
+    asked, processes = [], max(prod(mesh.values()) for mesh, _ in meshes.values())
+    for family in sorted(families):
+        for name, mesh, adapted in meshes_of(family, meshes):
+            directory = folder / f"{family}{'-other' * adapted}"
+            if not directory.exists():
+                config = SHAPES[family]
+                write_config(other_head(config) if adapted else config, directory, seed=len(family))
+            about = {"name": f"{family}-{name}", "directory": str(directory), "adapted": adapted}
+            asked.append({**about, "processes": processes, **mesh})
+    finished([sys.executable, "-m", "tests.torch.family_meshes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return find(tmp_path_factory.mktemp("two"), run_values(request, "family"), PAIRS)
+
+
+@pytest.fixture(scope="module")
+def of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return find(tmp_path_factory.mktemp("four"), run_values(request, "mixture"), FOURS)
+
+
+def in_one_worker(test: Callable[..., None]) -> Callable[..., None]:
+    """One worker has all families trained, by one group of processes."""
+    for mark in (pytest.mark.xdist_group("family_meshes"), pytest.mark.timeout(600), pytest.mark.slow):
+        test = mark(test)
+    return test
+
+
+def assert_is_one_device(found: dict[str, Any], refused: str | None, far: float) -> None:
+    """far: how far what comes after the first update may be."""
+    if refused is not None or "refused" in found:
+        assert refused is not None, found
+        assert refused in found["refused"]
+        return
+    assert len(found) > 8
+    # A loss is a small difference of large terms.
+    most = {"before": 1e-5, "grad_norm 0": 1e-5} | {f"loss {step}": max(far, 1e-4) for step in range(UPDATES)}
+    assert not {part: x for part, x in found.items() if x > most.get(part, far)}
+
+
+@in_one_worker
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_processes_train_each_family_as_one_does(family: str, of_two: Path) -> None:
+    for mesh, _, _ in meshes_of(family, PAIRS):
+        found = json.loads((of_two / f"{family}-{mesh}.json").read_text())
+        assert_is_one_device(found, REFUSED.get((family, mesh)), far_of(family))
+
+
+@in_one_worker
+@pytest.mark.parametrize("mixture", further(*MIXTURES))
+def test_four_processes_train_each_mixture_by_experts_and_heads(mixture: str, of_four: Path) -> None:
+    for mesh, _, _ in meshes_of(mixture, FOURS):
+        assert_is_one_device(json.loads((of_four / f"{mixture}-{mesh}.json").read_text()), None, far_of(mixture))
