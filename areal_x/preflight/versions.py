@@ -17,7 +17,7 @@ from areal_x.protocols.backends import find_backend
 
 # Packages whose own requirements are checked too: a later `pip install` of another package breaks
 # those.
-FRAMEWORKS = ("jax", "flax", "optax", "orbax-checkpoint", "torch", "transformers")
+FRAMEWORKS = ("jax", "optax", "orbax-checkpoint", "torch", "transformers")
 
 
 def check_versions(backend: str, with_vllm: bool) -> str:

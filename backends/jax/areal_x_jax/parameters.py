@@ -8,12 +8,12 @@ axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from areal_x.hf.adapters import PEFT_PREFIX, expert_module
 from areal_x.protocols.trainer_config import EXPERTS
@@ -459,29 +459,19 @@ def parameter_axes(arch: Architecture) -> Params:
     return found
 
 
-class Parameters(nnx.Module):
-    """A tree of fp32 zeros under the parameters' names."""
-
-    def __init__(self, axes: Params, sizes: dict[str, int]) -> None:
-        for name, own in axes.items():
-            zeros = (
-                Parameters(own, sizes)
-                if isinstance(own, dict)
-                else nnx.Param(jnp.zeros([sizes[x] for x in own], jnp.float32))
-            )
-            setattr(self, name, zeros)
-
-
-class Decoder(Parameters):
-    """A decoder's parameters: embed [vocab, hidden], norm [hidden], layers (stacked: every leaf
-    begins with the axis of the layers that have it), and score [hidden, 1] or, unless it is tied,
-    head [hidden, vocab]; vision: the tower, if there is one (see VISION). Of adapters: their
-    layers, and the score."""
-
-    def __init__(self, arch: Architecture) -> None:
-        super().__init__(parameter_axes(arch), sizes_of(arch))
-
-
 def parameter_shapes(arch: Architecture) -> Params:
-    """Returns the tree of parameters as shapes and dtypes, without allocating any."""
-    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(arch)), nnx.Param))
+    """Returns the tree of parameters as shapes and dtypes (fp32), without allocating any: embed
+    [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of the layers
+    that have it), and score [hidden, 1] or, unless it is tied, head [hidden, vocab]; vision: the
+    tower, if there is one (see VISION). Of adapters: their layers, and the score. Names are in
+    alphabetical order, as jax flattens a dict."""
+    return _shapes(parameter_axes(arch), sizes_of(arch))
+
+
+def _shapes(axes: Params, sizes: Mapping[str, int]) -> Params:
+    return {
+        name: _shapes(own, sizes)
+        if isinstance(own, dict)
+        else jax.ShapeDtypeStruct([sizes[axis] for axis in own], jnp.float32)
+        for name, own in sorted(axes.items())
+    }
