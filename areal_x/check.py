@@ -26,11 +26,13 @@ from areal_x.cluster.trainers import HERE, RAY
 from areal_x.config.reader import Config
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.hf.without_torch import import_transformers_without_torch
 from areal_x.preflight import algorithm, data, deltas, memory, servers, storage, tokens, versions
 from areal_x.preflight import cluster as nodes
 from areal_x.preflight import model as models
 from areal_x.preflight.finding import Finding, run_check
 from areal_x.protocols.backends import Devices, load_backend
+from areal_x.runtime.command import is_own_process
 from areal_x.settings import Settings
 from areal_x.train import FAILED, parser_of, with_config
 from areal_x.types import Task
@@ -147,6 +149,8 @@ def model_findings(
     """Yields the findings that depend on the model."""
     devices: list[Devices] = []
     tokenizers: list[Any] = []
+    if settings.backend == "jax" and is_own_process():
+        import_transformers_without_torch()
 
     def mesh() -> str:
         devices.append(check_backend(settings, model))

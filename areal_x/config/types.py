@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -219,6 +220,7 @@ def _check_type(binding: Binding, config: Config) -> None:
     raise UserError(f"{config.place(binding)}: {ConfigError(binding.name, value, _describe(hint))}")
 
 
+@cache
 def _hints(wrapped: Any) -> dict[str, Any]:
     try:
         return get_type_hints(

@@ -21,6 +21,13 @@ def command_of(name: str) -> str:
     return f"python -m {PACKAGE}.{name}"
 
 
+def is_own_process() -> bool:
+    """True if this process was started as a command of this package, False in a test, a notebook or
+    another program that imports it."""
+    program = Path(sys.argv[0])
+    return program.stem == CONSOLE or program.parent == Path(__file__).parents[1]
+
+
 def in_this_form(text: str, name: str) -> str:
     """Returns a help text with its `python -m areal_x.NAME` commands in the form of
     `command_of`."""

@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
+
 from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import Batch, Policy
 from areal_x_jax.preflight import check, differentiate
 from areal_x_jax.processes import join
 from areal_x_jax.shares import divide
-from areal_x_jax.trainer import Trainer
 
 __all__ = [
     "DEVICES_EACH",
@@ -22,6 +24,10 @@ __all__ = [
     "join",
 ]
 
+# Compiled functions take them as arguments.
+jax.tree_util.register_dataclass(Batch)
+jax.tree_util.register_dataclass(Policy)
+
 TRANSPORTS: tuple[str, ...] = ("files", "nccl")
 DEVICES_EACH: int | None = None  # all devices of its host
 
@@ -30,6 +36,7 @@ if TYPE_CHECKING:  # mypy checks that the contract is fulfilled
     import areal_x_jax
     from areal_x.protocols import backends, sampler, shares, trainer
     from areal_x_jax.sampler import Sampler
+    from areal_x_jax.trainer import Trainer
 
     _backend: backends.Backend = areal_x_jax
     _sharing: shares.SharingBackend = areal_x_jax
@@ -51,6 +58,8 @@ if TYPE_CHECKING:  # mypy checks that the contract is fulfilled
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:
+    from areal_x_jax.trainer import Trainer  # with optimizers and samplers, which no check needs
+
     keep_compiled_programs()
     return Trainer(config)
 
@@ -58,8 +67,6 @@ def create_trainer(config: TrainerConfig) -> Trainer:
 def keep_compiled_programs() -> None:
     """Caches compiled programs in the user's cache directory, unless another place was chosen, so
     that a second start reuses them."""
-    import jax
-
     if jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal_x" / "jax"
         jax.config.update("jax_compilation_cache_dir", str(cache))

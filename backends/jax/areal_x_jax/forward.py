@@ -26,9 +26,6 @@ from areal_x_jax.sharding import ROW_AXES, Partitioner
 from areal_x_jax.vision import ImageArrays, image_features
 from areal_x_jax.vision_architecture import VisionArchitecture
 
-jax.tree_util.register_dataclass(Batch)
-jax.tree_util.register_dataclass(Policy)
-
 
 class Rows(NamedTuple):
     """A batch and its images. ends: see `AttentionMask`; None unless a kernel reads them. until: see
