@@ -19,7 +19,7 @@ ASCEND ?= .venv-ascend
 ASCEND_BASE ?= python3.11
 ASCEND_PIP := $(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test quick thorough check cluster sglang ascend mutants docs wheels lock clean
+.PHONY: demo test quick thorough check cluster sglang ascend mutants bench docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
@@ -44,6 +44,9 @@ ascend: $(ASCEND)/ascend.stamp  ## weights to vllm-ascend's own receiving code, 
 
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants
+
+bench: $(VENV)/test.stamp  ## the time of a few scripts against an earlier commit, in turns, into benchmarks/history.jsonl: BASE=… chooses it
+	$(BIN)/python benchmarks/history.py $(if $(BASE),--base $(BASE))
 
 check: $(VENV)/test.stamp  ## lint, format, types
 	$(BIN)/ruff check

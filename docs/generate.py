@@ -78,6 +78,7 @@ encoder and others.
 
 """
 ENGINES_HEAD = """
+
 ## Served by
 
 "yes": a real server's engine computes on a CPU what transformers does with the weights that it begins with and with those that

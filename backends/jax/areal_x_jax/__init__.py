@@ -12,6 +12,7 @@ from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.preflight import check, differentiate
 from areal_x_jax.processes import join
+from areal_x_jax.program_cache import prune
 from areal_x_jax.shares import divide
 
 __all__ = [
@@ -66,8 +67,11 @@ def create_trainer(config: TrainerConfig) -> Trainer:
 
 def keep_compiled_programs() -> None:
     """Caches compiled programs in the user's cache directory, unless another place was chosen, so
-    that a second start reuses them."""
-    if jax.config.jax_compilation_cache_dir is None:
+    that a second start reuses them. JAX's key of a program holds the program, JAX's and its
+    compiler's versions, flags and devices: another version never finds it.
+    JAX_ENABLE_COMPILATION_CACHE=0 switches the cache off."""
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal_x" / "jax"
+        prune(cache)
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
