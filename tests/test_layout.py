@@ -44,6 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experiment": ("build",),
     "agents": ("workflows", "rewards", "rollout", "engines", "sandbox"),
     "simulation": ("rollout", "batching", "monitor"),
+    "lab": ("config", "rollout", "batching", "monitor"),
     "testing": ("simulation", "hf"),
     "preflight": ("settings", "workflows"),
     "train": ("config", "run", "cluster"),
@@ -54,7 +55,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "launch": ("train", "jobs", "engines"),
     "serve": ("train", "experiment", "agents"),
     "example": (),
-    "__main__": ("train", "check", "replay", "export", "plan", "launch", "serve", "example"),
+    "__main__": ("train", "check", "replay", "export", "plan", "launch", "serve", "lab", "example"),
     "areal_x_jax": ("protocols", "hf"),
     "areal_x_torch": ("protocols", "hf"),
 }

@@ -90,10 +90,17 @@ def encode(group: Group) -> bytes:
     return b"".join([len(header).to_bytes(SIZE, "little"), header, *parts])
 
 
+def read_head(content: bytes) -> tuple[dict[str, Any], int]:
+    """Returns the header of an encoded group, of whose bytes only the first are needed, and where
+    its arrays begin."""
+    at = SIZE + int.from_bytes(content[:SIZE], "little")
+    head: dict[str, Any] = json.loads(zlib.decompress(content[SIZE:at]))
+    return head, at
+
+
 def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Group:
     """Returns the group that `encode` was given."""
-    at = SIZE + int.from_bytes(content[:SIZE], "little")
-    head = json.loads(zlib.decompress(content[SIZE:at]))
+    head, at = read_head(content)
     lengths = [length for length, *_ in head["trajectories"]]
 
     def get(described: list[Any]) -> Any:

@@ -1,0 +1,147 @@
+"""Selects and orders the trajectories of an index by what its columns say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_x.errors import one_of
+from areal_x.lab.index import NONE, OUTCOMES, PRUNED, STATUSES, Index
+
+ORDERS = ("newest", "oldest", "reward", "-reward", "length", "-length")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Conditions that a trajectory must meet, all of them; None is no condition."""
+
+    outcome: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    step_min: int | None = None
+    step_max: int | None = None
+    length_min: int | None = None
+    length_max: int | None = None
+
+    task: str | None = None
+    """A part of the task's id."""
+
+    finish: str | None = None
+    """The finish reason."""
+
+    error: int | None = None
+    """The number of an error in `Index.failures`."""
+
+    status: str | None = None
+    """What became of the group: "finished" or "given back"."""
+
+    ticket: int | None = None
+
+    order: str = "newest"
+
+    def __post_init__(self) -> None:
+        one_of("order", self.order, ORDERS)
+        if self.outcome is not None:
+            one_of("outcome", self.outcome, OUTCOMES)
+        if self.status is not None:
+            one_of("status", self.status, STATUSES)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows of an index that a filter selects, in its order.
+
+    Their keys are sorted only as far as somebody reads: a page of a million rows takes no sort of
+    the million.
+    """
+
+    keys: Any
+    """One uint64 per row, all different: what it is ordered by, then its number."""
+
+    descending: bool
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def page(self, begin: int, count: int) -> Any:
+        """Returns the numbers of rows `begin` to `begin + count` of the order."""
+        end = min(begin + count, len(self.keys))
+        if begin >= end:
+            return np.empty(0, np.int64)
+        if self.descending:
+            low, high = len(self.keys) - end, len(self.keys) - begin
+        else:
+            low, high = begin, end
+        parted = np.partition(self.keys, (low, high - 1))[low:high]
+        found = (np.sort(parted) & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        return found[::-1] if self.descending else found
+
+
+def select(index: Index, wanted: Filter) -> Selection:
+    """Returns the trajectories that meet a filter's conditions."""
+    rows, groups = index.rows, index.groups
+    count = len(rows)
+    group = rows.column("group", count)
+    keep = _groups(index, wanted)
+    chosen = np.ones(count, np.bool_) if keep is None else keep[group]
+    reward = rows.column("reward", count)
+    length = rows.column("length", count)
+    if wanted.outcome is not None:
+        chosen &= rows.column("outcome", count) == OUTCOMES.index(wanted.outcome)
+    for column, low, high in (
+        (reward, wanted.reward_min, wanted.reward_max),
+        (length, wanted.length_min, wanted.length_max),
+    ):
+        if low is not None:
+            chosen &= column >= column.dtype.type(low)
+        if high is not None:
+            chosen &= column <= column.dtype.type(high)
+    if wanted.finish is not None:
+        known = wanted.finish in index.reasons
+        number = index.reasons.index(wanted.finish) if known else NONE
+        chosen &= rows.column("finish", count) == number if known else False
+    if wanted.error is not None:
+        chosen &= rows.column("error", count) == wanted.error
+    numbers = np.flatnonzero(chosen)
+    by, descending = wanted.order.removeprefix("-"), wanted.order.startswith("-")
+    if by in ("newest", "oldest"):
+        first = groups.column("ticket")[group[numbers]].astype(np.uint64)
+        descending = by == "newest"
+    elif by == "length":
+        first = length[numbers].astype(np.uint64)
+    else:
+        numbers = numbers[~np.isnan(reward[numbers])]  # what was not scored has no place in it
+        first = ordered(reward[numbers])
+    keys = (first << np.uint64(32)) | numbers.astype(np.uint64)
+    return Selection(keys, descending)
+
+
+def ordered(x: Any) -> Any:
+    """Returns unsigned integers that are in the order of float32 numbers."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+
+
+def _groups(index: Index, wanted: Filter) -> Any:
+    """Returns a flag per group: whether its trajectories may be selected; None if all may."""
+    groups = index.groups
+    count = len(groups)
+    status = groups.column("status", count)
+    step = groups.column("step", count)
+    conditions = [status != PRUNED] if index.has_pruned else []
+    if wanted.status is not None:
+        conditions.append(status == STATUSES.index(wanted.status))
+    if wanted.step_min is not None:
+        conditions.append(step >= wanted.step_min)
+    if wanted.step_max is not None:
+        conditions.append((step <= wanted.step_max) & (step >= 0))
+    if wanted.ticket is not None:
+        conditions.append(groups.column("ticket", count) == wanted.ticket)
+    if wanted.task:
+        named = np.zeros(count, np.bool_)
+        found = index.tasks.containing(wanted.task)
+        named[found[found < count]] = True
+        conditions.append(named)
+    return np.logical_and.reduce(conditions) if conditions else None
