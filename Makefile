@@ -18,8 +18,11 @@ SGLANG_BASE ?= python3.11
 ASCEND ?= .venv-ascend
 ASCEND_BASE ?= python3.11
 ASCEND_PIP := $(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check
+# The system's Chromium; playwright and axe are in an environment of their own.
+BROWSER ?= .venv-browser
+CHROMIUM ?= $(shell command -v chromium || command -v google-chrome)
 
-.PHONY: demo test quick thorough check cluster sglang ascend mutants bench docs wheels lock clean
+.PHONY: demo test quick thorough check cluster sglang ascend browser mutants bench docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
@@ -28,7 +31,7 @@ test: $(VENV)/test.stamp check  ## the suite, against both backends and a real v
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 thorough: $(VENV)/test.stamp  ## what make test leaves out: further models, meshes and values of its tests, and searches at random
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "thorough and not cluster and not sglang and not ascend" --share $(SHARE)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "thorough and not cluster and not sglang and not ascend and not browser" --share $(SHARE)
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
 	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadgroup tests
@@ -41,6 +44,9 @@ sglang: $(VENV)/test.stamp $(SGLANG)/sglang.stamp  ## the engine's tests against
 
 ascend: $(ASCEND)/ascend.stamp  ## weights to vllm-ascend's own receiving code, in vLLM 0.23 for CPU, in an environment of its own
 	$(ASCEND)/bin/python -m pytest -m ascend tests/engines/vllm/test_vllm_hccl.py
+
+browser: $(VENV)/test.stamp $(BROWSER)/browser.stamp  ## the pages of areal-x lab in headless Chromium, with axe: CHROMIUM=… names another
+	BROWSER_PYTHON=$(BROWSER)/bin/python CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest -m browser tests/lab
 
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants
@@ -112,5 +118,10 @@ $(ASCEND)/ascend.stamp: requirements/ascend-cpu.txt pyproject.toml backends/torc
 	$(ASCEND_PIP) --editable . --editable backends/torch
 	touch $@
 
+$(BROWSER)/browser.stamp: requirements/browser.txt
+	$(PYTHON) -m venv $(BROWSER)
+	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/browser.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) build dist site *.egg-info backends/*/*.egg-info
+	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) $(BROWSER) build dist site *.egg-info backends/*/*.egg-info

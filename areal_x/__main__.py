@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "plan": "divide accelerators between generation and training",
     "replay": "train on a recorded run again, without an engine",
     "serve": "serve a run's model to agents, without training it",
+    "lab": "look at runs in a browser: metrics, trajectories, failures",
     "export": "write a checkpoint as a plain Hugging Face model",
     "example": "copy an example out of the package",
 }

@@ -45,7 +45,7 @@ BROUGHT = {
     "vllm_ascend": "the release of vLLM that it is made for, in docs/ascend.md",
     "sglang": "its own environment, in docs/sglang.md",
 }
-ROOMS_OF_EXTRAS = ("agents", "testing")
+ROOMS_OF_EXTRAS = ("agents", "lab", "testing")
 LEFT_OUT = ("starlette", "uvicorn", "pydantic", "jsonschema")
 
 

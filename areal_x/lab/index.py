@@ -72,7 +72,8 @@ class Index:
         self.run = run
         self.stale = False
         """True once the run was resumed, which takes groups back, or most groups were pruned:
-        another index of the journal has to replace this one, which no longer changes."""
+        another index of the journal has to replace this one, which no longer changes. Setting it
+        ends a build."""
 
         self._lock = threading.Lock()  # of whoever appends
         self.rows = Columns(
@@ -182,7 +183,7 @@ class Index:
             self._add(connection, found)
 
     def _read_new(self, connection: sqlite3.Connection) -> None:
-        while True:
+        while not self.stale:
             found = connection.execute(
                 f"{GROUPS} WHERE ticket > ? ORDER BY ticket LIMIT {CHUNK}", (self.reached,)
             ).fetchall()

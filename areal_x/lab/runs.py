@@ -187,6 +187,11 @@ class Runs:
             self._indexes.popitem(last=False)
         return found
 
+    def close(self) -> None:
+        """Ends the builds of indexes."""
+        for index in self._indexes.values():
+            index.stale = True
+
     def _paths(self) -> Iterator[Path]:
         if is_run(self.place):
             yield self.place

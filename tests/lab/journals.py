@@ -16,8 +16,8 @@ HOSTILE = "<script>window.pwned=1</script><img src=x onerror=pwned=1>\x1b[31m\u2
 
 
 def answer(text: str, reward: float | None, version: int = 0, finish: str = "stop") -> Trajectory:
-    """The trajectory of the prompt "ask: " and an answer, a token per letter (`write_tokenizer`)."""
-    prompt, tokens = (np.array([ord(x) for x in part], np.int32) for part in ("ask: ", text))
+    """The trajectory of the prompt "ask: " and an answer, a token per byte (`write_tokenizer`)."""
+    prompt, tokens = (np.array([*part.encode()], np.int32) for part in ("ask: ", text))
     logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 10
     versions = np.full(len(tokens), version, np.int32)
     return Trajectory.from_completion(prompt, tokens, logprobs, versions, reward, finish)
