@@ -64,9 +64,12 @@ class Names:
     def nbytes(self) -> int:
         return len(self._pool) + self._ends.nbytes
 
-    def append(self, text: str) -> None:
-        self._pool += text.encode("utf-8", "replace") + b"\0"
-        self._ends.append({"end": [len(self._pool)]})
+    def extend(self, texts: Sequence[str]) -> None:
+        ends = []
+        for text in texts:
+            self._pool += text.encode("utf-8", "replace") + b"\0"
+            ends.append(len(self._pool))
+        self._ends.append({"end": ends})
 
     def __getitem__(self, number: int) -> str:
         ends = self._ends.column("end")
@@ -77,13 +80,11 @@ class Names:
         """Returns the numbers of the texts that contain a part, as a sorted array."""
         wanted = part.encode("utf-8", "replace")
         ends = self._ends.column("end")
-        pool = bytes(self._pool)  # another thread may append
-        found: list[int] = []
-        at = pool.find(wanted) if wanted and b"\0" not in wanted else -1
-        while at >= 0:
-            number = int(np.searchsorted(ends, at, side="right"))
-            if number >= len(ends):
-                break
-            found.append(number)
-            at = pool.find(wanted, int(ends[number]))
-        return np.asarray(found, np.int64)
+        pool = np.frombuffer(bytes(self._pool), np.uint8)  # a copy: another thread may append
+        if not wanted or b"\0" in wanted or len(wanted) > len(pool):
+            return np.empty(0, np.int64)
+        begins = np.flatnonzero(pool[: len(pool) - len(wanted) + 1] == wanted[0])
+        for place, letter in enumerate(wanted[1:], 1):
+            begins = begins[pool[begins + place] == letter]
+        numbers = np.unique(np.searchsorted(ends, begins, side="right"))
+        return numbers[numbers < len(ends)]

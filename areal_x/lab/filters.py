@@ -80,7 +80,16 @@ class Selection:
 
 
 def select(index: Index, wanted: Filter) -> Selection:
-    """Returns the trajectories that meet a filter's conditions."""
+    """Returns the trajectories that meet a filter's conditions. The last selection is kept: the next
+    page, or the next slice of a search, asks the same again."""
+    asked = (wanted, index.changes)
+    if index.selected is None or index.selected[0] != asked:
+        index.selected = (asked, _select(index, wanted))
+    found: Selection = index.selected[1]
+    return found
+
+
+def _select(index: Index, wanted: Filter) -> Selection:
     rows, groups = index.rows, index.groups
     count = len(rows)
     group = rows.column("group", count)

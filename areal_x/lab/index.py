@@ -36,6 +36,27 @@ ERROR_CHARACTERS, TRACEBACK_CHARACTERS = 2000, 8000
 MOST_REASONS = 255  # different finish reasons: a column of bytes
 REFRESH_SECONDS = 1.0
 OTHER = "(further errors)"
+ROW_COLUMNS = {
+    "group": "i4",
+    "episode": "i4",
+    "trajectory": "i4",
+    "outcome": "u1",
+    "reward": "f4",
+    "length": "i4",
+    "trained": "i4",
+    "finish": "u1",
+    "error": "i4",
+}
+GROUP_COLUMNS = {
+    "ticket": "i8",
+    "position": "i8",
+    "version": "i4",
+    "step": "i4",
+    "place": "i4",
+    "status": "u1",
+    "first": "i8",
+    "rows": "i4",
+}
 GROUPS = (
     "SELECT ticket, position, task, admitted_version, status, length(content),"
     f" CASE WHEN length(content) <= {WHOLE_BYTES} THEN content END FROM groups"
@@ -76,17 +97,17 @@ class Index:
         ends a build."""
 
         self._lock = threading.Lock()  # of whoever appends
-        self.rows = Columns(
-            group="i4", episode="i4", trajectory="i4", outcome="u1", reward="f4", length="i4",
-            trained="i4", finish="u1", error="i4",
-        )  # fmt: skip
-        self.groups = Columns(
-            ticket="i8", position="i8", version="i4", step="i4", place="i4", status="u1",
-            first="i8", rows="i4",
-        )  # fmt: skip
+        self.rows = Columns(**ROW_COLUMNS)
+        self.groups = Columns(**GROUP_COLUMNS)
         self.tasks = Names()
         self.reasons: list[str] = []
         self.failures: list[Failure] = []
+        self.selected: Any = None
+        """The last selection of rows, with what was asked: see `select`."""
+
+        self.changes = 0
+        """Grows whenever something in the columns has changed."""
+
         self.unreadable = 0
         """Groups whose bytes are damaged."""
 
@@ -196,35 +217,49 @@ class Index:
                 time.sleep(0.001)
 
     def _add(self, connection: sqlite3.Connection, found: Sequence[tuple[Any, ...]]) -> None:
+        """Appends the groups that have ended, all at once: an append costs as much as a group."""
+        groups: dict[str, list[Any]] = {name: [] for name in GROUP_COLUMNS}
+        rows: dict[str, list[Any]] = {name: [] for name in ROW_COLUMNS}
+        tasks = []
         for ticket, position, task, version, status, size, content in found:
             if status == ADMITTED or size is None:
                 self._open.add(ticket)
                 continue
             self._open.discard(ticket)
+            first = len(rows["outcome"])
             try:
                 head, at = read_head(content) if content else head_of(connection, ticket)
-                rows = self._rows_of(connection, head, ticket, at, content)
+                described = self._rows_of(connection, head, ticket, at, content)
             except (sqlite3.Error, UserError):
                 raise
             except Exception:  # whatever damaged bytes raise
                 self.unreadable += 1
                 continue
-            number, first = len(self.groups), len(self.rows)
-            self.tasks.append(task or "")
-            self.groups.append(
-                {
-                    "ticket": [ticket],
-                    "position": [position],
-                    "version": [version],
-                    "step": [NONE],
-                    "place": [NONE],
-                    "status": [STATUSES.index(status)],
-                    "first": [first],
-                    "rows": [len(rows["outcome"])],
-                }
+            number = len(self.groups) + len(tasks)
+            count = len(described[0])
+            for column, values in zip(rows.values(), ([number] * count, *described), strict=True):
+                column += values
+            of_group = (
+                ticket,
+                position,
+                version,
+                NONE,
+                NONE,
+                STATUSES.index(status),
+                len(self.rows) + first,
+                count,
             )
-            self.rows.append({**rows, "group": [number] * len(rows["outcome"])})
-            self._number(ticket, number)
+            for column, value in zip(groups.values(), of_group, strict=True):
+                column.append(value)
+            tasks.append(task or "")
+        if tasks:
+            number = len(self.groups)
+            self.tasks.extend(tasks)
+            self.groups.append(groups)
+            self.rows.append(rows)  # last: a row's group is there
+            for place, ticket in enumerate(groups["ticket"]):
+                self._number(ticket, number + place)
+        self.changes += 1
 
     def _rows_of(
         self,
@@ -233,8 +268,8 @@ class Index:
         ticket: int,
         at: int,
         content: bytes | None,
-    ) -> dict[str, list[Any]]:
-        """Returns the rows of a group's header."""
+    ) -> list[list[Any]]:
+        """Returns the rows of a group's header, as the columns after `group`."""
         described = head["trajectories"]
         trained = _trained(head, [length for length, *_ in described])
         if trained is None:  # a mask that changes too often to be in the header
@@ -244,28 +279,23 @@ class Index:
                 )
             group = decode(content, Task("", ""), ticket, 0)
             trained = [int(t.mask.sum()) for e in group.episodes for t in e.trajectories]
-        made: dict[str, list[Any]] = {
-            name: []
-            for name in (
-                "episode", "trajectory", "outcome", "reward", "length", "trained", "finish", "error"
-            )
-        }  # fmt: skip
+        found: list[tuple[Any, ...]] = []
         trajectory = 0
         for episode, ((kind, values), count) in enumerate(head["episodes"]):
             reward = values.get("reward")
+            reward = np.nan if reward is None else reward
             error = self._failure(values, ticket) if kind == "failed" else NONE
-            for i in range(max(count, 1)):
-                has_tokens = i < count
-                length, _, reason, _ = described[trajectory] if has_tokens else (0, None, "", None)
-                row = (
-                    episode, trajectory if has_tokens else NONE, OUTCOMES.index(kind),
-                    np.nan if reward is None else reward, length,
-                    trained[trajectory] if has_tokens else 0, self._reason(reason), error,
-                )  # fmt: skip
-                for column, value in zip(made.values(), row, strict=True):
-                    column.append(value)
-                trajectory += has_tokens
-        return made
+            outcome = OUTCOMES.index(kind)
+            if not count:
+                found.append((episode, NONE, outcome, reward, 0, 0, self._reason(""), error))
+            for number in range(trajectory, trajectory + count):
+                length, _, reason, _ = described[number]
+                numbers = (length, trained[number], self._reason(reason))
+                found.append((episode, number, outcome, reward, *numbers, error))
+            trajectory += count
+        return [list(column) for column in zip(*found, strict=True)] or [[] for _ in ROW_COLUMNS][
+            1:
+        ]
 
     def _reason(self, reason: str) -> int:
         if reason not in self.reasons:
@@ -319,6 +349,7 @@ class Index:
                 self._consumed = (step, place)
             if not found:
                 return
+            self.changes += 1
 
     def _mark_pruned(self, connection: sqlite3.Connection) -> None:
         """Marks the groups that the journal no longer keeps."""
@@ -335,6 +366,7 @@ class Index:
             gone = (tickets <= last) & ~np.isin(tickets, kept)
             status[gone] = PRUNED
             self._pruned = int((status == PRUNED).sum())
+            self.changes += 1
         self._oldest_step = oldest
 
 

@@ -236,7 +236,7 @@ def test_columns_keep_their_rows_when_they_grow():
     table, names = Columns(x="i4"), Names()
     for i in range(3000):
         table.append({"x": [i, -i]})
-        names.append(f"näme {i}\0{i}")
+        names.extend([f"näme {i}\0{i}"])
     assert table.column("x").tolist() == [x for i in range(3000) for x in (i, -i)]
     assert names[2999] == "näme 2999\x002999"
     assert names.containing("näme 299").tolist() == [299, *range(2990, 3000)]
