@@ -5,8 +5,9 @@
 Claims: filters answer within 300 ms at 10⁶ trajectories, and the index takes less than 100 MB of the server's memory.
 
 The journal is synthetic: groups of eight answers of 50 to 300 tokens, 3 % of them without (failed or late), written as a run
-writes them, with the same bytes for every 64th group. The server is a process of its own; each question is asked over HTTP, with
-the page's own parameters, ten times, and reported with the server's CPU time, which other work on the machine does not change.
+writes them, with the same bytes for every 64th group. The server is a process of its own; each question is asked over HTTP,
+with the page's own parameters, ten times, and reported with the server's CPU time, which other work on the machine does
+not change.
 --browser names an interpreter with playwright (make browser installs one): the pages are then opened in Chromium as well, which
 measures the first paint, and filters from the input to the frame with their answer.
 """

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import json
 import math
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -41,6 +42,7 @@ TYPES = {
 }
 THREADS = 4  # that read files; one more builds indexes
 MOST_WAITING = 64  # requests at once
+LIST_SECONDS = 0.5  # for which one answer reads metrics of all runs
 BUILD_SECONDS = 0.1  # for which an answer waits for what the journal has got
 MOST_POINTS, MOST_CURVES = 2000, 64
 MOST_TEXT = 1000  # characters that are searched for
@@ -115,7 +117,9 @@ def application(lab: Lab, key: str, hosts: Callable[[], set[str]]) -> ASGIApp:
 
     async def list_runs(_: Request) -> Any:
         def work() -> Any:
-            return [run.summary() for run in lab.runs.all()]
+            # a folder of many runs is read in several answers, its newest runs first
+            until = time.monotonic() + LIST_SECONDS
+            return [run.summary(until) for run in lab.runs.all()]
 
         return {"place": str(lab.runs.place.absolute()), "runs": await lab.read(work)}
 
@@ -292,7 +296,7 @@ def guarded(inner: ASGIApp, key: str, hosts: Callable[[], set[str]]) -> ASGIApp:
             await send(message)
 
         headers = dict(scope["headers"])
-        _, given, *rest = [*scope["path"].split("/", 2), ""]
+        given, _, rest = scope["path"].removeprefix("/").partition("/")
         host = headers.get(b"host", b"").decode("latin-1")
         origin = headers.get(b"origin", b"").decode("latin-1")
         refusal = None
@@ -306,7 +310,7 @@ def guarded(inner: ASGIApp, key: str, hosts: Callable[[], set[str]]) -> ASGIApp:
             answer = Response(refusal[1], refusal[0], media_type="text/plain")
             await answer(scope, receive, send_with_headers)
             return
-        path = "/" + rest[0]
+        path = f"/{rest}"
         await inner({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
 
     return outer

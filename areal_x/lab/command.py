@@ -28,6 +28,7 @@ LOOPBACK = "127.0.0.1"
 HEADER_BYTES = 1 << 14
 MOST_CONNECTIONS = 256
 CLOSING_SECONDS = 2
+SWITCH_SECONDS = 0.001  # Python's own is 0.005
 FAILED = 1
 
 
@@ -105,6 +106,8 @@ def serve(
         limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )
+    # A thread that builds an index gives way to those that answer.
+    sys.setswitchinterval(SWITCH_SECONDS)
     message(f"http://{LOOPBACK}:{port}/{key}/")
     try:
         uvicorn.Server(config).run(sockets=[listener])

@@ -83,8 +83,8 @@ class Index:
 
     rows: per trajectory, and one without tokens per episode that was not scored: `group` and
     `episode` (numbers), `trajectory` (its number in the group; -1 without tokens), `outcome` (in
-    OUTCOMES), `reward` (the episode's; NaN without), `length` and `trained` (tokens), `finish` (in `reasons`),
-    `error` (in `failures`; -1 without).
+    OUTCOMES), `reward` (the episode's; NaN without), `length` and `trained` (tokens), `finish` (in
+    `reasons`), `error` (in `failures`; -1 without).
     groups: `ticket`, `position`, `version` (at admission), `step` and `place` (-1: not consumed),
     `status` (in STATUSES, or PRUNED), `first` and `rows` (of the other table).
     """
@@ -220,7 +220,7 @@ class Index:
         """Appends the groups that have ended, all at once: an append costs as much as a group."""
         groups: dict[str, list[Any]] = {name: [] for name in GROUP_COLUMNS}
         rows: dict[str, list[Any]] = {name: [] for name in ROW_COLUMNS}
-        tasks = []
+        tasks: list[str] = []
         for ticket, position, task, version, status, size, content in found:
             if status == ADMITTED or size is None:
                 self._open.add(ticket)

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import threading
+import time
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,16 @@ class MetricsFile:
 
     def _reset(self) -> None:
         self._inode, self._at = 0, 0
-        self._columns: dict[str, list[float]] = {}
+        self._columns: dict[str, array[float]] = {}
+        self._last: dict[str, float] = {}
         self.rows = 0
         self.damaged = 0
+        self.complete = True
+        """False if the time was over before the end of the file."""
 
-    def refresh(self) -> None:
-        """Reads what was added since the last time, or everything if the file was replaced."""
+    def refresh(self, until: float = math.inf) -> None:
+        """Reads what was added since the last time, or everything if the file was replaced. until:
+        when to stop, in seconds of time.monotonic; the next call goes on there."""
         with self._lock:
             try:
                 with self.path.open("rb") as file:
@@ -42,8 +48,12 @@ class MetricsFile:
                         self._reset()
                         self._inode = stat.st_ino
                     file.seek(self._at)
+                    self.complete = True
                     for line in file:
                         if not line.endswith(b"\n"):
+                            break
+                        if time.monotonic() > until:
+                            self.complete = False
                             break
                         self._at += len(line)
                         self._add(line)
@@ -61,9 +71,11 @@ class MetricsFile:
             if key not in self._columns:
                 if len(self._columns) >= MOST_KEYS:
                     continue
-                self._columns[key] = [math.nan] * self.rows
-            is_number = isinstance(value, int | float)
-            self._columns[key].append(float(value) if is_number else math.nan)
+                self._columns[key] = array("d", [math.nan]) * self.rows
+            is_known = isinstance(value, int | float) and math.isfinite(value)
+            self._columns[key].append(value if is_known else math.nan)
+            if is_known:
+                self._last[key] = value
         self.rows += 1
         for column in self._columns.values():
             if len(column) < self.rows:
@@ -77,16 +89,11 @@ class MetricsFile:
         """Returns a metric's values, NaN where a row has none; None for a metric that no row
         has."""
         found = self._columns.get(key)
-        return None if found is None else np.asarray(found[: self.rows])
+        return None if found is None else np.array(found[: self.rows])
 
     def last(self) -> dict[str, float]:
         """Returns the newest value of each metric."""
-        found = {}
-        for key, column in list(self._columns.items()):
-            known = next((x for x in reversed(column) if not math.isnan(x)), None)
-            if known is not None:
-                found[key] = known
-        return found
+        return dict(self._last)
 
     def curves(self, keys: Sequence[str], points: int) -> Mapping[str, Any]:
         """Returns each metric's course of at most `points` points: `step`, `seconds` since the run

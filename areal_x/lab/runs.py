@@ -95,9 +95,9 @@ class Run:
                 continue
         return max(times, default=0.0)
 
-    def summary(self) -> dict[str, Any]:
-        """Returns what the list of runs shows."""
-        self.metrics.refresh()
+    def summary(self, until: float = math.inf) -> dict[str, Any]:
+        """Returns what the list of runs shows. until: see `MetricsFile.refresh`."""
+        self.metrics.refresh(until)
         settings, _ = self.settings()
         last = self.metrics.last()
         steps = settings.get("train.steps")
@@ -105,6 +105,7 @@ class Run:
             "name": self.name,
             "state": self.state(),
             "changed": self.changed(),
+            "complete": self.metrics.complete,
             "step": last.get("step"),
             "steps": steps if isinstance(steps, int) else None,
             "has_journal": (self.path / journal.FILE).is_file(),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -16,11 +22,12 @@ pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
 
-from areal_x.lab import app, notes
+from areal_x.lab import app, main, notes
 from areal_x.lab import index as indexing
 from areal_x.lab.app import STATIC, Lab, application
 from areal_x.run.journal import FILE, Journal
 from areal_x.types import Kept, Trajectory
+from tests.conftest import environment_with
 from tests.lab.journals import FAILED, HOSTILE, LATE, answer, group, scored, write_journal, write_metrics, write_tokenizer
 
 KEY = "the-key"
@@ -147,6 +154,17 @@ def test_curves_are_means_of_their_rows_with_low_and_high(client, place):
     assert read(client, "api/runs/long")["damaged_rows"] == 2
 
 
+def test_a_list_of_runs_reads_long_metrics_in_several_answers(client, place, monkeypatch):
+    write_metrics(place / "long", [{"step": i, "reward": 0.5} for i in range(10)])
+    monkeypatch.setattr(app, "LIST_SECONDS", -1.0)
+    assert {run["complete"] for run in read(client, "api/runs")["runs"]} == {False}
+    monkeypatch.setattr(app, "LIST_SECONDS", 60.0)
+    assert {run["name"]: (run["step"], run["complete"]) for run in read(client, "api/runs")["runs"]} == {
+        "run": (3, True),
+        "long": (9, True),
+    }
+
+
 def test_a_file_of_metrics_that_a_resumed_run_rewrote_is_read_again(client, place):
     assert read(client, "api/runs/run/metrics", key="reward")["curves"]["reward"]["step"] == [1, 2, 3]
     write_metrics(place / "new", [{"step": 1, "reward": 0.9}])
@@ -231,8 +249,6 @@ def test_a_damaged_group_gets_a_sentence_and_the_others_are_served(client, place
 
 
 def test_a_resumed_run_is_indexed_anew(client, place):
-    import os
-
     assert read(client, "api/runs/run/trajectories")["total"] == 5
     os.utime(place / "run" / ".lock", ns=(1, 1))
     with Journal(place / "run") as journal:
@@ -276,3 +292,23 @@ def test_looking_writes_nothing_into_the_run(client, place):
 def test_more_requests_than_can_wait_are_refused(client, monkeypatch):
     monkeypatch.setattr(app, "MOST_WAITING", 0)
     assert client.get("api/runs").status_code == 503
+
+
+def test_the_command_serves_the_address_that_it_prints_until_it_is_interrupted(place, tmp_path, capsys):
+    command = [sys.executable, "-u", "-m", "areal_x.lab", str(place)]
+    with subprocess.Popen(command, env=environment_with(1), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        with urlopen(f"{address}api/runs/run") as answer:
+            assert json.load(answer)["outcomes"]["scored"] == 3
+        with pytest.raises(HTTPError, match="403"):
+            urlopen(address.rsplit("/", 2)[0] + "/api/runs")
+        port = int(address.split(":")[2].split("/")[0])
+        assert main([str(place), "--port", str(port)]) == 1
+        assert f"port {port} cannot be served" in capsys.readouterr().err
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 0
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert main([str(place), "--tokenizer", str(tmp_path)]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1][:12] for line in errors] == [" there is no"] * 2

@@ -86,7 +86,7 @@ async function beat() {
   } catch (error) {
     if (error.name !== "AbortError") announce(error.message);
   }
-  const soon = run && (run.state === "running" || (page && page.soon && page.soon()));
+  const soon = known.runs.some((one) => !one.complete) || run && (run.state === "running" || (page && page.soon && page.soon()));
   setTimeout(beat, 1000 * (soon ? RUNNING_SECONDS : IDLE_SECONDS));
 }
 

@@ -30,7 +30,7 @@ export async function overview({ name, body, signal }) {
 function parts(name, run, curves) {
   const { all } = run;
   const tiles = [
-    [run.steps ? `${number(run.step ?? 0)} of ${number(run.steps)}` : number(run.step), "steps"],
+    [number(run.step ?? 0), run.steps ? `of ${number(run.steps)} steps` : "steps"],
     [number(all.reward), "reward"],
     all.accuracy !== undefined && [percent(all.accuracy), "held-out accuracy"],
     [number(all.generation_tokens_per_second), "generated tokens/s"],
@@ -43,9 +43,10 @@ function parts(name, run, curves) {
     run.journal && run.journal.error && h("p", { class: "error" }, said(run.journal.error)),
     run.damaged_rows > 0 && h("p", { class: "error" }, `${number(run.damaged_rows)} lines of metrics.jsonl are damaged and left out.`),
     h("div", { class: "tiles" }, tiles.filter(Boolean).map(([value, what]) => h("div", { class: "tile" }, h("b", null, value), h("span", null, what)))),
+    h("div", { class: "two", vars: { "margin-bottom": "16px" } }, trainer(run), lanes(run)),
     h("div", { class: "charts" }, FIRST.filter((key) => curves[key]?.step.length).map((key) => chart(key, [
       { name: key, colour: "k0", x: curves[key].step, y: curves[key].value, low: curves[key].low, high: curves[key].high }]))),
-    h("div", { class: "two", vars: { "margin-top": "16px" } }, trainer(run), lanes(run), outcomes(name, run), evaluations(curves)),
+    h("div", { class: "two", vars: { "margin-top": "16px" } }, outcomes(name, run), evaluations(curves)),
   ].filter(Boolean);
 }
 
