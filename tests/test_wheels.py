@@ -90,6 +90,11 @@ def test_a_wheel_holds_its_package_and_no_other(wheels: dict[str, Path]) -> None
     assert "areal_x/py.typed" in zipfile.ZipFile(wheels["areal_x"]).namelist()
 
 
+def test_the_core_has_the_files_of_its_page(wheels: dict[str, Path]) -> None:
+    static = {f"areal_x/lab/static/{file.name}" for file in (ROOT / "areal_x" / "lab" / "static").iterdir()}
+    assert static - set(zipfile.ZipFile(wheels["areal_x"]).namelist()) == set()
+
+
 def test_the_core_s_wheel_holds_the_examples(wheels: dict[str, Path]) -> None:
     names = zipfile.ZipFile(wheels["areal_x"]).namelist()
     packaged = {name.removeprefix("areal_x/_examples/") for name in names if "/_examples/" in name}

@@ -40,7 +40,8 @@ TYPES = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
 }
-THREADS = 4  # that read files; one more builds indexes
+THREADS = 4  # that read files
+BUILDERS = 2  # threads that build indexes: one run does not wait for another
 MOST_WAITING = 64  # requests at once
 LIST_SECONDS = 0.5  # for which one answer reads metrics of all runs
 BUILD_SECONDS = 0.1  # for which an answer waits for what the journal has got
@@ -71,7 +72,7 @@ class Lab:
         self.runs = Runs(place)
         self.tokenizer = tokenizer
         self._readers = ThreadPoolExecutor(THREADS, "lab")
-        self._builder = ThreadPoolExecutor(1, "lab-index")
+        self._builder = ThreadPoolExecutor(BUILDERS, "lab-index")
         self._waiting = 0
 
     def close(self) -> None:
@@ -327,6 +328,8 @@ def as_json(handler: Callable[[Request], Awaitable[Any]]) -> Callable[[Request],
             return told(409, str(error))
         except UserError as error:
             return told(400, str(error))
+        except OSError as error:  # a folder that is gone, or may not be read
+            return told(500, f"{error.filename or 'a file'} cannot be read: {error.strerror}")
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
 

@@ -289,6 +289,13 @@ def test_looking_writes_nothing_into_the_run(client, place):
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
 
 
+def test_a_folder_that_is_gone_gets_a_sentence(client, place):
+    place.rename(place.with_name("elsewhere"))
+    refused = client.get("api/runs")
+    assert refused.status_code == 500
+    assert "cannot be read" in refused.json()["error"]
+
+
 def test_more_requests_than_can_wait_are_refused(client, monkeypatch):
     monkeypatch.setattr(app, "MOST_WAITING", 0)
     assert client.get("api/runs").status_code == 503
