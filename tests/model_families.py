@@ -418,17 +418,15 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     },
     ("torch", "LoRA"): {
         TORCH.format("lora", "adapters_of_each_family_are_transformers_with_the_products_added"): OF_SHAPES
-        | {"gemma4_text": "gemma4", "gemma4": "gemma4-beside", "qwen3_vl": "qwen3_vl"},
+        | {"qwen3_vl": "qwen3_vl"},
         TORCH_MESHES: {"qwen2_5_vl": "adapters-both"},
     },
     ("torch", "tensor"): {
-        TORCH_PAIRS: {family: family for family in OF_SHAPES},
+        TORCH_PAIRS: {family: family for family in OF_SHAPES if not family.startswith("gemma4")},
         TORCH_MESHES: {"qwen2_5_vl": "adapters-both", "qwen3_vl": "images-tensor"},
     },
     ("torch", "expert"): {TORCH_PAIRS: {family: family for family in MIXTURES}},
-    ("torch", "context"): {
-        TORCH_PAIRS: {family: family for family in (*OF_SHAPES, "gemma4_text") if family not in SEEING_HYBRIDS}
-    },
+    ("torch", "context"): {TORCH_PAIRS: {family: family for family in OF_SHAPES if family not in SEEING_HYBRIDS}},
     ("torch", "stage"): {
         TORCH_STAGES: {family: x for family, x in OF_SHAPES.items() if family not in INSIDE and family != "llama4_text"}
         | {"gemma4_text": "gemma4_text-1"}

@@ -25,7 +25,6 @@ from tests.model_families import CASES, HYBRIDS
 from tests.models import SEEING, trajectories, write_config
 from tests.thorough import further
 
-from .test_families import GEMMA4S
 from .test_families import plain as plain_model
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
@@ -116,7 +115,7 @@ FIRST = ["phi3-0", "qwen3_next-0"]
 
 
 # Those that torch alone gives adapters.
-OTHERS = {"gemma4": GEMMA4S["gemma4-layers"], "gemma4-beside": GEMMA4S["gemma4-beside"], "qwen3_vl": SEEING["qwen3_vl"]}
+OTHERS = {"qwen3_vl": SEEING["qwen3_vl"]}
 FURTHER = [x for x in CASES if x.endswith("-0") and x not in FIRST] + list(OTHERS)
 
 

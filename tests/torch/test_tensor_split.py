@@ -93,9 +93,7 @@ def test_what_a_tensor_group_does_not_divide_is_refused_at_check(
 
 
 def test_heads_of_unlike_layers_are_refused_by_name(tmp_path: Path) -> None:
-    from .test_families import GEMMA4S
-
-    write_config(GEMMA4S["gemma4-dense"], tmp_path)
+    write_config(CASES["gemma4_text-0"], tmp_path)
     mesh = MeshConfig(processes=2, tensor=2)
     with pytest.raises(ConfigError, match=r"heads and MLPs of a gemma4_text model cannot be sharded yet: use mesh\.fsdp"):
         preflight.check(TrainerConfig(model=ModelConfig(path=str(tmp_path)), mesh=mesh))
