@@ -85,7 +85,7 @@ class Rope:
             rotations = self.original * plain / (2 * np.pi)
             if self.high == self.low:  # Llama 4's: nothing in between
                 return np.where(rotations < self.low, stretched, plain).astype(np.float32)
-            kept = (rotations - self.low) / (self.high - self.low)
+            kept: np.ndarray = (rotations - self.low) / (self.high - self.low)
         else:
             first, last = self._pair(self.high, head_dim), self._pair(self.low, head_dim)
             if self.truncate:
