@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import numpy as np
 from areal_x.algorithms.losses import ppo_clip
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x_torch import join, loading
+from areal_x_torch import join, loading, trainer
 from areal_x_torch.lora import adaptable, adaptable_experts
 from areal_x_torch.trainer import Trainer
 
 from .processes import IS_FIRST, UPDATES, batch_of
 
+# Each group of processes has threads of its own, which wait by polling: those of hundreds of meshes would leave no time.
+trainer.make_mesh = cache(trainer.make_mesh)
 # Adam's steps with this eps grow with gradients, whose factors would otherwise not show.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, clip_norm=0.0)
 
@@ -39,14 +42,14 @@ def trainer_of(directory: str, mesh: dict[str, int], adapted: bool) -> Trainer:
     return Trainer(TrainerConfig(**config, micro_batch_rows=4, head_chunk=8))
 
 
-def outcome(trainer: Trainer) -> dict[str, Any]:
+def outcome(made: Trainer) -> dict[str, Any]:
     """Returns numbers of updates of packed rows, log-probabilities after them, and what was trained."""
     batches = [batch_of(step) for step in range(UPDATES)]
-    before = trainer.logprobs(batches[0])
-    updates = [trainer.update(batch, ppo_clip) for batch in batches]
+    before = made.logprobs(batches[0])
+    updates = [made.update(batch, ppo_clip) for batch in batches]
     numbers = {f"{name} {step}": update[name] for step, update in enumerate(updates) for name in ("loss", "grad_norm")}
-    trained = dict(trainer.adapter() if trainer.config.lora.rank else trainer.weights())
-    return {**numbers, "before": before, "after": trainer.logprobs(batches[0]), **trained}
+    trained = dict(made.adapter() if made.config.lora.rank else made.weights())
+    return {**numbers, "before": before, "after": made.logprobs(batches[0]), **trained}
 
 
 def deviation(found: Any, expected: Any) -> float:

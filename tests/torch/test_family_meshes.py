@@ -52,7 +52,7 @@ REFUSED = {
 def far_of(family: str) -> float:
     """A delta rule's state adds up the rounding of all tokens before: transformers' own log-probabilities move by 1e-4 where
     each weight moves by a rounding."""
-    return 1e-3 if f"{family}-0" in HYBRIDS else 2e-5
+    return 1e-3 if f"{family}-0" in HYBRIDS else 5e-5
 
 
 def other_head(config: dict[str, Any]) -> dict[str, Any]:
