@@ -41,7 +41,7 @@ WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def write_wide(directory: Path) -> Path:
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE)).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE), trust_remote_code=False).save_pretrained(directory)
     return directory
 
 

@@ -107,9 +107,11 @@ class Lab:
         """Returns a run's index with what its journal has got, or as far as it is."""
         index = self.runs.index(run)
         loop = asyncio.get_running_loop()
-        await asyncio.wait(
+        done, _ = await asyncio.wait(
             {loop.run_in_executor(self._builder, index.refresh)}, timeout=BUILD_SECONDS
         )
+        for refreshed in done:
+            refreshed.result()
         return self.runs.index(run)
 
 

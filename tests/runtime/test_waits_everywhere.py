@@ -36,6 +36,7 @@ class Bounded:
 
 AT_ONCE = "ends at once: what it asks for is there, or it asks without waiting, or cancels first"
 TEST = "a test, and no part of a run"
+PAGE = "of a page about runs, in a process of its own, which no run waits for"
 OURS_TO_END = "waits for something to do, on a task or thread that its owner ends"
 
 REWARD, SERVER, STEP, AGENT = "its reward", "the server at {} to answer {}", "the trainer's step {}", "its agent"
@@ -224,6 +225,15 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/fleet/connections.py exchange: await asyncio.sleep": Inside("the server at {} to answer {}"),
     "engines/vllm/gate.py Gate.__call__: await self.app": OURS_TO_END,  # in the server's own process
     "engines/vllm/wide.py ask_all: await asyncio.gather": OURS_TO_END,  # in the server's own process
+    "lab/answers.py rows_page: select()": PAGE,
+    "lab/answers.py searched: select()": PAGE,
+    "lab/app.py Lab.index: await asyncio.wait": PAGE,
+    "lab/app.py Lab.read: await loop.run_in_executor": PAGE,
+    "lab/app.py application.write_notes: async for request.stream()": PAGE,
+    "lab/app.py as_json.endpoint: await handler": PAGE,
+    "lab/app.py guarded.outer: await inner": PAGE,
+    "lab/index.py Index._read_new: time.sleep()": PAGE,
+    "lab/index.py Index.refresh: self._lock.acquire()": PAGE,
 }
 
 

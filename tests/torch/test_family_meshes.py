@@ -51,8 +51,10 @@ REFUSED = {
 
 def far_of(family: str) -> float:
     """A delta rule's state adds up the rounding of all tokens before: transformers' own log-probabilities move by 1e-4 where
-    each weight moves by a rounding."""
-    return 1e-3 if f"{family}-0" in HYBRIDS else 5e-5
+    each weight moves by a rounding. Its gradients of Gemma 4 are as far from those in float64."""
+    if f"{family}-0" in HYBRIDS:
+        return 1e-3
+    return 2e-4 if family.startswith("gemma4") else 5e-5
 
 
 def other_head(config: dict[str, Any]) -> dict[str, Any]:
@@ -126,4 +128,6 @@ def test_two_processes_train_each_family_as_one_does(family: str, of_two: Path) 
 @pytest.mark.parametrize("mixture", further(*MIXTURES))
 def test_four_processes_train_each_mixture_by_experts_and_heads(mixture: str, of_four: Path) -> None:
     for mesh, _, _ in meshes_of(mixture, FOURS):
-        assert_is_one_device(json.loads((of_four / f"{mixture}-{mesh}.json").read_text()), None, far_of(mixture))
+        refused = [REFUSED[mixture, axis] for axis in mesh.split("-") if (mixture, axis) in REFUSED]
+        found = json.loads((of_four / f"{mixture}-{mesh}.json").read_text())
+        assert_is_one_device(found, refused[0] if refused else None, far_of(mixture))

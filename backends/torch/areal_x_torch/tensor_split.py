@@ -129,7 +129,9 @@ def styles_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
                 continue
             if name == whole and own == {"sinks": (config.num_attention_heads,)}:
                 styles[name] = SINKS
-            elif below == "act_fn" or set(own.values()) == {(getattr(config, "head_dim", None),)}:
+            elif name != whole and (
+                below == "act_fn" or set(own.values()) == {(getattr(config, "head_dim", None),)}
+            ):
                 styles[name] = SUMMED
             else:
                 wanted = (

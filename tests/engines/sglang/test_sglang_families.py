@@ -24,13 +24,13 @@ from tests.servers import Run, Weights
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 
-SERVED = [(family, head) for family in ON_SGLANG for head in ("", "-tied") if f"{family}{head}" not in NO_SUCH_HEAD]
-
-
-@pytest.mark.parametrize(("family", "head"), SERVED)
+@pytest.mark.parametrize("head", ["", "-tied"])
+@pytest.mark.parametrize("family", ON_SGLANG)
 def test_after_a_swap_a_family_says_and_proves_what_the_new_weights_are(
     family: str, head: str, tmp_path: Path, run: Run
 ) -> None:
+    if f"{family}{head}" in NO_SUCH_HEAD:
+        pytest.skip("refused, as SGLang has no such head")
     config: dict[str, Any] = widened(CASES[f"{family}-0"]) | (TIED if head else UNTIED)
     old, new = (write_config(config, tmp_path / str(seed), seed=seed) for seed in (1, 2))
     write_tokenizer(old)
