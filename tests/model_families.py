@@ -440,7 +440,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
 
 VLLM = "tests/engines/vllm/test_vllm_{}.py::test_after_a_swap_a_family_says_{}"
 ON_VLLM = ("qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "llama", "mistral", "mixtral", "olmo2", "olmo3", "smollm3", "granite")
-ON_VLLM += ("phi3", "glm", "glm4", "glm4_moe", "dots1", "solar_open")
+ON_VLLM += ("phi3", "glm", "glm4", "glm4_moe", "dots1", "solar_open", "gemma4_text")
 ON_VLLM_IN_HALF = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 ON_SGLANG = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gemma3_text", "olmo2", "granite", "phi3", "glm4")
 # Engine → tests in which a real one, on a CPU, computes what transformers does, before and after a swap: family → the case.

@@ -57,7 +57,7 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ALL: dict[str, Any] = MODELS | MORE | SEEING
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 OLMOE = {**SIZES, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
-LATER = ("granite", "phi3", "glm4", "glm", "olmo2", "olmo3", "smollm3", "dots1", "solar_open")
+LATER = ("granite", "phi3", "glm4", "glm", "olmo2", "olmo3", "smollm3", "dots1", "solar_open", "gemma4_text")
 FAMILIES: dict[str, Any] = {
     **{
         name: ALL[name]
@@ -82,6 +82,8 @@ def widened(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     text = config.get("text_config", config)
     text.update(WIDE)
+    if "global_head_dim" in text:
+        text["global_head_dim"] = 2 * WIDE["head_dim"]
     if "rope_parameters" in text:
         text["rope_parameters"]["mrope_section"] = [8, 4, 4]
     if "vision_config" in config:

@@ -229,7 +229,8 @@ def test_updates_are_the_same_on_a_mesh(name: str, mesh: dict[str, int], model_d
     np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["grad_norm"], alone["grad_norm"], rtol=1e-4)
     np.testing.assert_allclose(found["logp"], alone["logp"], atol=1e-4)
-    assert found["programs"] == alone["programs"] == 1
+    # Of images of one size a row has one or two, and more patches then.
+    assert found["programs"] == alone["programs"] <= (2 if name.startswith("gemma3_vl") else 1)
     assert found["share"] < 0.6
 
 

@@ -14,6 +14,10 @@ from typing import Any
 
 from areal_x.engines.fleet.proof.regions import shared
 
+# The correction of a router's choice is a parameter of vLLM's own models, and a buffer of those that
+# transformers' layers make; Gemma 4's factor of a layer's output is a buffer of both.
+FILLED_BUFFERS = (".e_score_correction_bias", ".layer_scalar")
+
 
 def read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
     """Yields every tensor with its name, one at a time, mapped from its file: vLLM's loaders narrow
@@ -55,12 +59,10 @@ def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> N
 
 
 def needed(model: Any) -> set[str]:
-    """Returns what each version of the weights must fill. The correction of a router's choice is a parameter of vLLM's own
-    models, and a buffer of those that transformers' layers make; other buffers are computed or scale quantised keys."""
-    corrections = (
-        name for name, _ in model.named_buffers() if name.endswith(".e_score_correction_bias")
-    )
-    return {name for name, _ in model.named_parameters()}.union(corrections)
+    """Returns what each version of the weights must fill: parameters, and buffers that files have. Other
+    buffers are computed or scale quantised keys."""
+    buffers = (name for name, _ in model.named_buffers() if name.endswith(FILLED_BUFFERS))
+    return {name for name, _ in model.named_parameters()}.union(buffers)
 
 
 def add_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
