@@ -36,6 +36,7 @@ FOURS = {
     "expert-tensor": ({"expert": 2, "tensor": 2}, False),
     "context-sequence": ({"context": 2, "tensor": 2, "sequence": True}, True),
 }
+AT_ONCE = 20  # meshes that one start of the processes is asked for: these have a time limit
 REFUSED = {
     ("qwen3_5", "context"): "rows with images",
     ("qwen3_5_moe", "context"): "rows with images",
@@ -83,7 +84,9 @@ def find(folder: Path, families: set[str], meshes: dict[str, tuple[dict[str, int
                 write_config(other_head(config) if adapted else config, directory, seed=len(family))
             about = {"name": f"{family}-{name}", "directory": str(directory), "adapted": adapted}
             asked.append({**about, "processes": processes, **mesh})
-    finished([sys.executable, "-m", "tests.torch.family_meshes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
+    for begin in range(0, len(asked), AT_ONCE):
+        part = map(json.dumps, asked[begin : begin + AT_ONCE])
+        finished([sys.executable, "-m", "tests.torch.family_meshes", str(folder), *part], processes, 1, folder)
     return folder
 
 
@@ -99,7 +102,7 @@ def of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def in_one_worker(test: Callable[..., None]) -> Callable[..., None]:
     """One worker has all families trained, by one group of processes."""
-    for mark in (pytest.mark.xdist_group("family_meshes"), pytest.mark.timeout(600), pytest.mark.slow):
+    for mark in (pytest.mark.xdist_group("family_meshes"), pytest.mark.timeout(1800), pytest.mark.slow):
         test = mark(test)
     return test
 
