@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 from areal_x.engines.vllm.features import check_causal
-from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.endings import FILES, named_ends, stop_tokens, turn_end
 from areal_x.hf.image_reader import read_prompt_images
@@ -85,8 +84,8 @@ def check_lengths(
             "'vllm', or 'embedded' with train.backend = 'torch': the prompts have images, which the"
             " engine does not send to SGLang servers",
         )
-    if any(images) and settings.engine == "vllm" and not settings.vllm.urls and is_cpu_build():
-        check_causal(model.directory)
+    if any(images) and settings.engine == "vllm":
+        check_causal(model.directory, settings.vllm)
     longest = max(
         len(encode(tokenizer, task.prompt, of_task))
         for task, of_task in zip(first, images, strict=True)

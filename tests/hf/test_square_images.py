@@ -14,10 +14,10 @@ pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
 msgpack = pytest.importorskip("msgpack")
 
-from areal_x.engines.vllm import engine
+from areal_x.engines.vllm import features
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.features import RAW, features_for
+from areal_x.engines.vllm.features import RAW, features_of, served_format
 from areal_x.errors import UserError
 from areal_x.hf.image_format import format_of, patches_of, pixels_of
 from areal_x.hf.image_reader import load_image_reader, read_prompt_images
@@ -102,16 +102,16 @@ def test_servers_get_whole_images(directory: Path) -> None:
     tokenizer, prompt = load_tokenizer(directory), message(PICTURES[0], "and", PICTURES[1])
     images = read_prompt_images(tokenizer, prompt)
     tokens = encode(tokenizer, prompt, images)
-    features = features_for(directory, tokens, images)
+    found = features_of(tokens, images, served_format(directory))
     pixels = pixels_of(images.patches, load_image_reader(str(directory)).form)
-    for i, packed in enumerate(features["kwargs_data"]["image"]):
+    for i, packed in enumerate(found["kwargs_data"]["image"]):
         read = msgpack.unpackb(base64.b64decode(packed), ext_hook=lambda code, data: data if code == RAW else None)
         kind, shape, data = read["pixel_values"]["data"]
         np.testing.assert_array_equal(np.frombuffer(data, kind).reshape(shape), pixels[i : i + 1])
         assert read["pixel_values"]["field"][0] == "flat"
         kind, shape, data = read["num_patches"]["data"]
         assert (kind, shape, int(np.frombuffer(data, kind)[0])) == ("int64", [], 1)
-    places = features["mm_placeholders"]["image"]
+    places = found["mm_placeholders"]["image"]
     assert [place["length"] for place in places] == [9, 9]
     assert all((tokens[x["offset"] : x["offset"] + 9] == 5).all() for x in places)
 
@@ -142,9 +142,9 @@ def test_servers_on_a_cpu_are_sent_no_images_that_they_would_attend_to_otherwise
     images = read_prompt_images(tokenizer, prompt)
     request = Request(encode(tokenizer, prompt, images), SamplingParams(), images=images)
     ours, others = (VLLMEngine(VLLMConfig(**how), directory, directory) for how in ({}, {"urls": ("http://127.0.0.1:1",)}))
-    monkeypatch.setattr(engine, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(features, "is_cpu_build", lambda: True)
     with pytest.raises(UserError, match=r"which vLLM's attention on a CPU does not: use train\.engine = 'embedded'"):
         ours.features(request)
     assert others.features(request) is not None  # they may be on GPUs
-    monkeypatch.setattr(engine, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(features, "is_cpu_build", lambda: False)
     assert ours.features(request) is not None

@@ -22,6 +22,7 @@ from areal_x.algorithms.arrays import masked
 from areal_x.cluster.config import ClusterConfig
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.sglang.config import SGLangConfig
+from areal_x.engines.vllm import features
 from areal_x.engines.vllm.engine import VLLMConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
@@ -633,10 +634,10 @@ def test_servers_on_a_cpu_are_no_engine_for_images_that_see_themselves(
     write_prompt_files(tmp_path, SEEING_SQUARES["gemma3_vl"])
     (tmp_path / "config.json").write_text(json.dumps(SEEING_SQUARES["gemma3_vl"]))
     squares, served = model.Model(tmp_path, {}), replace(experiment, backend="torch", engine="vllm")
-    monkeypatch.setattr(tokens, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(features, "is_cpu_build", lambda: True)
     with pytest.raises(UserError, match="which vLLM's attention on a CPU does not"):
         fit(served, pictures(1), squares)
-    monkeypatch.setattr(tokens, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(features, "is_cpu_build", lambda: False)
     assert "the longest of the first 1 prompts" in fit(replace(served, row_length=256), pictures(1), squares)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from areal_x.engines.fleet.engine import FleetEngine
@@ -12,10 +13,9 @@ from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient, vllm_client
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import check_causal, features_for
+from areal_x.engines.vllm.features import check_causal, features_of, served_format
 from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.handles import HandlesSender
-from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.engines.vllm.server import Launch
 from areal_x.engines.vllm.transports import (
     TRANSPORTS,
@@ -23,6 +23,7 @@ from areal_x.engines.vllm.transports import (
     check_machine,
     experimental,
 )
+from areal_x.hf.image_format import ImageFormat
 from areal_x.protocols.engine import Request
 
 
@@ -62,9 +63,13 @@ class VLLMEngine(FleetEngine[VLLMConfig]):
     def features(self, request: Request) -> dict[str, Any] | None:
         if request.images is None:
             return None
-        if not self.config.urls and is_cpu_build():
-            check_causal(self.model)
-        return features_for(self.model, request.tokens, request.images)
+        return features_of(request.tokens, request.images, self._image_format)
+
+    @cached_property
+    def _image_format(self) -> ImageFormat:
+        """How the served model takes images. Raises: UserError if its servers cannot be sent any."""
+        check_causal(self.model, self.config)
+        return served_format(self.model)
 
     def chat_servers(self) -> Sequence[VLLMClient]:
         return [vllm_client(self.supervisor.replicas[name]) for name in self.fleet.serving()]

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.errors import UserError
 from areal_x.hf.image_format import (
     SQUARE,
@@ -34,23 +36,21 @@ NORMALISED = "--no-mm-device-do-normalize"
 RAW = 3  # vLLM's number for bytes in msgpack
 
 
-def features_for(
-    model: Path, prompt: Int32[np.ndarray, " prompt"], images: Images
-) -> dict[str, Any]:
-    """Returns `features_of` for a model. model: the directory of the served model. Raises:
-    UserError for a text-only model."""
+def served_format(model: Path) -> ImageFormat:
+    """Returns how a served model takes images. Raises: UserError for a text-only model."""
     config = read_config(model)
     if "image_token_id" not in config and config.get("model_type") not in SQUARE:
         raise UserError(
             f"the prompt has images but {model} is a text-only model: train a vision-language model"
         )
-    return features_of(prompt, images, format_of(described_config(config)))
+    return format_of(described_config(config))
 
 
-def check_causal(model: Path) -> None:
-    """Raises: UserError for a model in which the tokens of an image see each other: vLLM's attention on a
-    CPU is causal there too, and samples from another distribution."""
-    if read_config(model).get("model_type") in SQUARE:
+def check_causal(model: Path, config: VLLMConfig) -> None:
+    """Raises: UserError for a model in which the tokens of an image see each other, if the run starts
+    servers on a CPU: vLLM's attention is causal there too, and samples from another distribution."""
+    sees_itself = read_config(model).get("model_type") in SQUARE
+    if sees_itself and not config.urls and is_cpu_build():
         raise UserError(
             f"the prompt has images and {model} lets the tokens of an image see each other, which"
             " vLLM's attention on a CPU does not: use train.engine = 'embedded' with train.backend ="

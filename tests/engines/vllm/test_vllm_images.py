@@ -20,12 +20,13 @@ torch = pytest.importorskip("torch")
 msgpack = pytest.importorskip("msgpack")
 
 from areal_x.batching.packing import pack
+from areal_x.engines.vllm import features as served
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.features import NORMALISED, RAW, features_of
 from areal_x.engines.vllm.server import Launch, command
 from areal_x.errors import UserError
-from areal_x.hf.image_format import ImageFormat
+from areal_x.hf.image_format import ImageFormat, described_config, format_of
 from areal_x.hf.image_reader import read_prompt_images
 from areal_x.hf.model_dir import read_config
 from areal_x.hf.tokenizer import load_tokenizer
@@ -66,6 +67,24 @@ def test_each_image_has_its_place_and_its_own_patches() -> None:
 def test_tokens_that_are_not_of_the_images_are_refused(wrong: np.ndarray) -> None:
     with pytest.raises(UserError, match=r"needs \d consecutive image tokens"):
         features_of(wrong, SHOWN.images, FORM)
+
+
+def test_a_driver_without_vllm_sends_images_and_reads_the_models_form_once(
+    model_dir_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers on the nodes of a cluster have a vLLM of their own."""
+
+    def missing() -> bool:
+        raise UserError("vLLM is not installed")
+
+    read: list[Path] = []
+    monkeypatch.setattr(served, "is_cpu_build", missing)
+    monkeypatch.setattr(served, "read_config", lambda directory: read.append(directory) or read_config(directory))
+    engine = VLLMEngine(VLLMConfig(), model_dir_of("qwen2_5_vl"), tmp_path)
+    request = Request(PROMPT, SamplingParams(), images=SHOWN.images)
+    (first, second), config = [engine.features(request) for _ in range(2)], read_config(model_dir_of("qwen2_5_vl"))
+    assert first == second == features_of(PROMPT, SHOWN.images, format_of(described_config(config)))
+    assert len(read) == 2  # to see whether its attention is causal, and its form
 
 
 def test_a_server_of_a_model_that_sees_takes_patches_as_they_are(model_dir_of, tiny_model_dir: Path, tmp_path: Path) -> None:
