@@ -197,12 +197,13 @@ def flops_of(arch: Architecture, lengths: np.ndarray) -> float:
 
 def attention_flops(arch: Architecture, lengths: np.ndarray) -> float:
     n = np.asarray(lengths, float)
-    pairs = 0.0
+    of_heads = 0.0
     for layer in arch.layers_in("attention"):
         window = arch.windows[layer]
         seen = np.where((window == 0) | (n <= window), n**2 / 2, window * n - window**2 / 2)
-        pairs += float(seen.sum())
-    return 6 * arch.heads * (arch.head_dim + arch.value_dim) * pairs
+        _, key_dim, value_dim = arch.heads_of(layer)
+        of_heads += (key_dim + value_dim) * float(seen.sum())
+    return 6 * arch.heads * of_heads
 
 
 def delta_rule_flops(arch: Architecture, lengths: np.ndarray) -> float:

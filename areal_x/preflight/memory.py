@@ -181,12 +181,13 @@ def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> flo
     """Keys and values of all slots, but for layers that share those of others, and the states in fp32
     of gated delta rule layers, which have none."""
     layers = layers_of(config)[: -(config.get("num_kv_shared_layers") or 0) or None]
-    recurrent = [*(config.get("layer_types") or ())][: len(layers)].count("linear_attention")
+    kinds = dict(enumerate(config.get("layer_types") or ()))
+    attending = [x for i, x in enumerate(layers) if kinds.get(i) != "linear_attention"]
     widths = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    recurrent = len(layers) - len(attending)
     of_states = 4 * recurrent * prod(config.get(width, 0) for width in widths)
     context = settings.embedded.context or settings.row_length
-    features = sum(map(cached_features, layers[recurrent:]))
-    of_tokens = context * features * item
+    of_tokens = context * sum(map(cached_features, attending)) * item
     return float(settings.embedded.slots * (of_tokens + of_states))
 
 

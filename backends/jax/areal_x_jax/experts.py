@@ -190,9 +190,13 @@ def clamped(
 
 def use(routing: Routing, real: Bool[Array, ...], trained: Bool[Array, ...]) -> Use:
     """Returns how evenly the real tokens' experts are chosen, and the load by the trained ones."""
-    count = routing.probabilities.shape[-1]
-    hits = jax.nn.one_hot(routing.chosen, count).sum(-2) * trained[..., None]
-    return Use(imbalance(routing, real), hits.reshape(-1, count).sum(0))
+    hits = hits_of(routing) * trained[..., None]
+    return Use(imbalance(routing, real), hits.reshape(-1, hits.shape[-1]).sum(0))
+
+
+def hits_of(routing: Routing) -> Float[Array, "... experts"]:
+    """Returns 1 for each expert that a token goes through, 0 for the others."""
+    return jax.nn.one_hot(routing.chosen, routing.probabilities.shape[-1]).sum(-2)
 
 
 def imbalance(routing: Routing, counted: Bool[Array, ...]) -> Float[Array, ""]:
@@ -201,9 +205,8 @@ def imbalance(routing: Routing, counted: Bool[Array, ...]) -> Float[Array, ""]:
     arXiv 2101.03961, eq. 4."""
     experts = routing.probabilities.shape[-1]
     total = jnp.maximum(counted.sum(), 1)
-    hits = jax.nn.one_hot(routing.chosen, experts).sum(-2)
     share, mean = (
         (x * counted[..., None]).reshape(-1, experts).sum(0) / total
-        for x in (hits, routing.probabilities)
+        for x in (hits_of(routing), routing.probabilities)
     )
     return experts * jnp.sum(share * mean)

@@ -79,29 +79,16 @@ def encode_images(
     )
 
 
-def positions_of(model: PreTrainedModel, request: SlotRequest) -> Int[np.ndarray, "3 length"]:
-    """Returns the position of each token of a sequence in time, height and width; for a model with one
-    position per token, the same three times.
+def places_of(
+    model: PreTrainedModel, request: SlotRequest
+) -> tuple[Int[np.ndarray, "3 length"], list[tuple[int, int]]]:
+    """Returns the position of each token of a sequence in time, height and width, for a model with one
+    position per token the same three times; and where the tokens of each image begin and end that see
+    those after them, of which a model with causal attention has none.
 
     Raises: UserError if its image tokens do not match its images, or nothing follows the last of
     them.
     """
-    form = format_of(model.config)
-    if form.side:
-        spans_of(model, request)
-        return np.repeat(np.arange(len(request.tokens))[None], 3, axis=0)
-    return mrope_positions(**_given(model, request))
-
-
-def spans_of(model: PreTrainedModel, request: SlotRequest) -> list[tuple[int, int]]:
-    """Returns where in a sequence the tokens of each image begin and end that see those after them;
-    none for a model whose attention is causal. Raises as `positions_of`."""
-    given = _given(model, request)
-    return image_spans(**given, apart=True) if format_of(model.config).side else []
-
-
-def _given(model: PreTrainedModel, request: SlotRequest) -> dict[str, Any]:
-    """Returns what positions and spans follow from."""
     form = format_of(model.config)
     if request.generated == 0 and request.tokens[-1] == form.token:
         raise UserError(
@@ -110,13 +97,11 @@ def _given(model: PreTrainedModel, request: SlotRequest) -> dict[str, Any]:
     grids: list[Grid] = (
         [] if request.images is None else [tuple(grid) for grid in request.images.grids.tolist()]
     )
-    return {
-        "tokens": request.tokens,
-        "grids": grids,
-        "image_token_id": form.token,
-        "merge": form.merge,
-        "sampled": generated(request),
-    }
+    given = request.tokens, grids, form.token, form.merge, generated(request)
+    if form.side:
+        spans = image_spans(*given, apart=True)
+        return np.repeat(np.arange(len(request.tokens))[None], 3, axis=0), spans
+    return mrope_positions(*given), []
 
 
 def generated(request: SlotRequest) -> Bool[np.ndarray, " length"]:

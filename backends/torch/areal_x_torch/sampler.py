@@ -278,8 +278,9 @@ class Lane:
             length = len(request.tokens)
             tokens[row, :length] = request.tokens
             if request.images is not None:
-                positions[:, row, :length] = prompt_images.positions_of(self.model, request)
-                spans[row] = prompt_images.spans_of(self.model, request)
+                positions[:, row, :length], spans[row] = prompt_images.places_of(
+                    self.model, request
+                )
         looked = prompt_images.encode_images(self.model, requests, longest)
         read, embed = decoder(self.model), self.model.get_input_embeddings()
         self._cache.begin(slice(len(self._rows), len(self._rows) + rows))
