@@ -228,6 +228,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "lab/answers.py rows_page: select()": PAGE,
     "lab/answers.py searched: select()": PAGE,
     "lab/app.py Lab.index: await asyncio.wait": PAGE,
+    "lab/app.py Lab.index: refreshed.result()": AT_ONCE,
     "lab/app.py Lab.read: await loop.run_in_executor": PAGE,
     "lab/app.py application.write_notes: async for request.stream()": PAGE,
     "lab/app.py as_json.endpoint: await handler": PAGE,
