@@ -1,11 +1,12 @@
 """What a Ray cluster costs: its start, a call of all ranks with a batch, and a step of a run with one rank.
 
-    python -m benchmarks.cluster [--ranks 2 8] [--megabytes 43] [--calls 20] [--steps 0] [--backend jax]
+    python -m benchmarks.cluster [--ranks 2 8] [--megabytes 43] [--calls 20] [--rounds 0] [--backend jax]
 
 Calls: ranks are actors that do nothing, so that only the calls are measured, which are made as updates are: the driver's CPU
 time and the wall time of one.
-Steps (--steps 20): a run of examples/arithmetic/grpo.gin in one process and on Ray with one rank, in turn, twice each: CPU
-time of all their processes and wall time of a step, between the third step and the last.
+Steps (--rounds 20): a run of examples/arithmetic/grpo.gin in one process and one on Ray with one rank, both up at once; in each
+round one is stopped (SIGSTOP, all of its processes) while the other takes four steps, and the other way round: CPU time of all
+their processes and wall time of a step, and the quartiles of their ratios.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,6 +36,7 @@ from areal_x.types import Batch
 
 IDLE_SECONDS = 2.0
 WARM = 3  # steps before the clock starts
+STEPS_EACH = 4  # of one run while the other is stopped
 BYTES_EACH = 41  # of a token in a batch of GRPO
 
 
@@ -80,37 +85,91 @@ def cpu_seconds(process: psutil.Process) -> Counter[str]:
     return spent
 
 
-def step_of(cluster: str, backend: str, steps: int) -> tuple[Counter[str], float]:
-    """Seconds of CPU and of wall of a step of the example."""
-    with tempfile.TemporaryDirectory() as folder:
+@dataclass(frozen=True)
+class Mark:
+    """Where a run is: its last step, and what it has spent."""
+
+    step: int
+    seconds: float
+    cpu: Counter[str]
+
+
+class Run:
+    """A run of the example in a process of its own, which can be stopped and go on with all its family."""
+
+    def __init__(self, cluster: str, backend: str, folder: str) -> None:
         how = f"train.cluster = {cluster!r}", f"train.backend = {backend!r}", f"train.runs = {folder!r}"
-        how = *how, "train.name = 'run'", "train.steps = 10000", "train.evaluate_every = 0", "train.checkpoint_every = 0"
+        how = *how, f"train.name = {cluster!r}", "train.steps = 10000", "train.evaluate_every = 0", "train.checkpoint_every = 0"
         command = [sys.executable, "-m", "areal_x.train", "examples/arithmetic/grpo.gin", *(x for h in how for x in ("-b", h))]
-        run, marks = Path(folder, "run"), {}
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as driver:
-            process = psutil.Process(driver.pid)
-            while WARM + steps not in marks and driver.poll() is None:
-                rows = read(run) if (run / "metrics.jsonl").exists() else []
-                if rows and (step := int(rows[-1]["step"])) >= WARM:
-                    marks.setdefault(step, (cpu_seconds(process), time.perf_counter()))
-                time.sleep(0.02)
-            driver.terminate()
-    first, last = min(marks), max(marks)
-    (cpu_then, then), (cpu_now, now) = marks[first], marks[last]
-    taken = last - first
-    return Counter({part: (x - cpu_then[part]) / taken for part, x in cpu_now.items()}), (now - then) / taken
+        self.folder = Path(folder, cluster)
+        self.driver = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def family(self) -> list[psutil.Process]:
+        return [self.driver, *self.driver.children(recursive=True)]
+
+    def step(self) -> int:
+        rows = read(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+        return int(rows[-1]["step"]) if rows else -1
+
+    def at(self, step: int) -> Mark:
+        """Waits for the end of a step."""
+        while (now := self.step()) < step:
+            if self.driver.poll() is not None:
+                raise SystemExit(f"the run in {self.folder} has ended")
+            time.sleep(0.01)
+        return Mark(now, time.perf_counter(), cpu_seconds(self.driver))
+
+    @contextmanager
+    def alone(self, other: Run) -> Iterator[None]:
+        """Stops another run while this one goes on."""
+        stopped = other.family()
+        for process in stopped:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in stopped:
+                process.resume()
+
+    def steps(self, count: int) -> tuple[Counter[str], float]:
+        """Seconds of CPU and of wall of a step, from the end of the one that is going on."""
+        begun = self.at(self.step() + 1)
+        ended = self.at(begun.step + count)
+        taken = ended.step - begun.step
+        cpu = Counter({part: (spent - begun.cpu[part]) / taken for part, spent in ended.cpu.items()})
+        return cpu, (ended.seconds - begun.seconds) / taken
 
 
-def compare_steps(backend: str, steps: int) -> None:
-    found: dict[str, list[tuple[float, float]]] = {"here": [], "ray": []}
-    for cluster in ("here", "ray", "ray", "here"):
-        parts, wall = step_of(cluster, backend, steps)
-        found[cluster].append((parts.total(), wall))
-        shares = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts.items())
-        cpu = 1e3 * parts.total()
-        print(f"{backend}, {cluster}: {cpu:.0f} ms of CPU ({shares}) and {1e3 * wall:.0f} ms a step", flush=True)
-    here, ray = (np.mean(found[cluster], axis=0) for cluster in ("here", "ray"))
-    print(f"{backend}: on Ray {ray[0] / here[0]:.3f} × the CPU and {ray[1] / here[1]:.3f} × the time of one process")
+def compare_steps(backend: str, rounds: int) -> None:
+    """Two runs at once, of which one is stopped while the other takes STEPS_EACH steps: so that both meet the same machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {cluster: Run(cluster, backend, folder) for cluster in ("here", "ray")}
+        try:
+            for run in runs.values():
+                run.at(WARM)
+            ratios = []
+            for turn in range(rounds):
+                found = {}
+                for cluster in ("here", "ray")[:: 1 if turn % 2 else -1]:
+                    other = runs["ray" if cluster == "here" else "here"]
+                    with runs[cluster].alone(other):
+                        found[cluster] = runs[cluster].steps(STEPS_EACH)
+                (here, here_wall), (ray, ray_wall) = found["here"], found["ray"]
+                shares = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in ray.items())
+                print(
+                    f"{backend}: {1e3 * here.total():.0f} ms of CPU and {1e3 * here_wall:.0f} ms a step in one process, "
+                    f"{1e3 * ray.total():.0f} ({shares}) and {1e3 * ray_wall:.0f} on Ray",
+                    flush=True,
+                )
+                ratios.append((ray.total() / here.total(), ray_wall / here_wall))
+            print(f"{backend}, on Ray by one process, quartiles of {rounds} rounds:")
+            for what, values in zip(("CPU", "time"), zip(*ratios, strict=True), strict=True):
+                print(f"  {what} " + ", ".join(f"{value:.3f}" for value in np.quantile(values, (0.25, 0.5, 0.75))))
+        finally:
+            for run in runs.values():
+                run.driver.terminate()
+            for run in runs.values():
+                run.driver.wait()
 
 
 def main() -> None:
@@ -118,11 +177,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--megabytes", type=float, default=43)
     parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--backend", default="jax")
     options = parser.parse_args()
-    if options.steps:
-        compare_steps(options.backend, options.steps)
+    if options.rounds:
+        compare_steps(options.backend, options.rounds)
         return
     batch = batch_of(options.megabytes)
     began = time.perf_counter()
