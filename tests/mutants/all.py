@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_algorithms, of_ends, of_kept, of_models, of_runs, of_servers, of_stages, of_trainers
+from tests.mutants import (
+    of_algorithms,
+    of_ends,
+    of_images_and_meshes,
+    of_kept,
+    of_models,
+    of_runs,
+    of_servers,
+    of_stages,
+    of_trainers,
+)
 
 MUTANTS = [
     *of_algorithms.MUTANTS,
@@ -11,6 +21,7 @@ MUTANTS = [
     *of_ends.MUTANTS,
     *of_kept.MUTANTS,
     *of_models.MUTANTS,
+    *of_images_and_meshes.MUTANTS,
     *of_servers.MUTANTS,
     *of_stages.MUTANTS,
 ]

@@ -1,0 +1,170 @@
+"""Bugs in images that see themselves whole, in layers split over tensor groups, and in what servers are given."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+JAX, TORCH = "backends/jax/areal_x_jax/", "backends/torch/areal_x_torch/"
+SQUARES = ("tests/hf/test_square_images.py",)
+SWAPPED = "tests/engines/vllm/test_vllm_families.py::test_after_a_swap_a_family_says_and_proves_what_the_new_weights_are"
+SWAPPED += "_and_no_part_of_them_can_be_left_out"
+MESHES = "tests/torch/test_family_meshes.py::test_two_processes_train_each_family_as_one_does"
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "areal_x/hf/image_format.py",
+        SQUARES,
+        (
+            "the patches of a token are those of a row, not of a square",
+            "cut.transpose(0, 2, 5, 3, 6, 1, 4, 7)",
+            "cut.transpose(0, 2, 3, 5, 6, 1, 4, 7)",
+        ),
+    ),
+    *planted(
+        "areal_x/hf/image_reader.py",
+        SQUARES,
+        (
+            "an image's tokens stand in the text without the line breaks around them",
+            'f"\\n\\n{begin}{image * n}{end}\\n\\n{x}"',
+            'f"{begin}{image * n}{end}{x}"',
+        ),
+    ),
+    *planted(
+        TORCH + "attention.py",
+        ("tests/torch/test_attention.py",),
+        (
+            "torch: the last token of an image is hidden from those before it",
+            "last[(query_at >= first) & (query_at < end)] = end - 1",
+            "last[(query_at >= first) & (query_at < end)] = end - 2",
+        ),
+        (
+            "torch: a block of queries does not see the rest of its image",
+            "        until = max([stop, *(b for _, b in near)])",
+            "        until = stop",
+        ),
+    ),
+    *planted(
+        TORCH + "kv_cache.py",
+        ("tests/torch/test_prompt_images.py",),
+        (
+            "torch: an image is causal in a prefill",
+            "row[0, first - self.start : end - self.start] = end - 1",
+            "pass",
+        ),
+    ),
+    *planted(
+        TORCH + "sampler.py",
+        ("tests/torch/test_prompt_images.py",),
+        (
+            "torch: a prefill's chunk ends within an image",
+            "            if first < stop < end:",
+            "            if first < stop < first:",
+        ),
+    ),
+    *planted(
+        JAX + "dense_attention.py",
+        ("tests/jax/test_attention.py",),
+        (
+            "JAX: text of one row sees all text after it as a block",
+            "((of_queries == of_keys) & (of_queries > 0))",
+            "(of_queries == of_keys)",
+        ),
+    ),
+    *planted(
+        JAX + "blocked_attention.py",
+        ("tests/jax/test_attention.py",),
+        (
+            "JAX: blocks of keys after a query are passed over though its image reaches them",
+            "        meet |= _ids_meet(*ids.blocks)",
+            "        pass",
+        ),
+    ),
+    *planted(
+        TORCH + "tensor_split.py",
+        ("tests/torch/test_tensor_split.py",),
+        (
+            "torch: GLM-4.5's norms are trained on one process's heads",
+            "                styles[name] = SUMMED",
+            "                pass",
+        ),
+        (
+            "torch: a parameter of an attention itself is taken for a norm of single heads",
+            '            elif name != whole and ( below == "act_fn"',
+            '            elif True and ( below == "act_fn"',
+        ),
+    ),
+    *planted(
+        TORCH + "split_linear.py",
+        (f"{MESHES}[phi3]",),
+        (
+            "torch: a process computes with the part of a fused layer that it holds",
+            "        return exchanged_rows(part, self.fused, self.others)",
+            "        return part",
+        ),
+    ),
+    *planted(
+        TORCH + "sequence_parallel.py",
+        (f"{MESHES}[phi3]",),
+        (
+            "torch: norms are trained on the gradient of one process's tokens",
+            "                summed += child.parameters()",
+            "                pass",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/vllm/loading.py",
+        (f"{SWAPPED}[gemma4_text-tied]",),
+        (
+            "a version without the factors of Gemma 4's layers is taken for whole",
+            'FILLED_BUFFERS = (".e_score_correction_bias", ".layer_scalar")',
+            'FILLED_BUFFERS = (".e_score_correction_bias",)',
+        ),
+    ),
+    *planted(
+        "areal_x/engines/sglang/engine.py",
+        ("tests/engines/sglang/test_sglang_heads.py",),
+        (
+            "SGLang serves a tied Mixtral",
+            '    "MixtralForCausalLM",\n',
+            "",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/sglang/weights.py",
+        ("tests/engines/sglang/test_sglang_heads.py",),
+        (
+            "a Gemma whose config does not say so has a head of its own",
+            "return HEAD not in served_shapes(model) if tied is None else bool(tied)",
+            "return bool(tied)",
+        ),
+    ),
+    *planted(
+        "areal_x/lab/app.py",
+        ("tests/lab/test_app.py",),
+        (
+            "the page answers whoever has the beginning of its key",
+            "elif not hmac.compare_digest(given.encode(), key.encode()):",
+            "elif not key.startswith(given):",
+        ),
+        ("the page answers under any name of this machine", "        if host not in hosts():", "        if not host:"),
+        (
+            "other pages may write notes",
+            'elif origin and origin.removeprefix("http://") != host:',
+            'elif origin and "://" not in origin:',
+        ),
+    ),
+    *planted(
+        "areal_x/lab/index.py",
+        ("tests/lab/test_index.py",),
+        (
+            "a group that was in flight is never looked at again",
+            "                self._read_open(connection)\n",
+            "",
+        ),
+        (
+            "pruned groups stay in the list",
+            "            status[gone] = PRUNED",
+            "            pass",
+        ),
+    ),
+]
