@@ -276,7 +276,9 @@ class Factory(ModelFactory):
             return NoEngine()
         if self.engine == "embedded":
             context = self.embedded.context or self.row_length
-            return EmbeddedEngine(trainer.sampler(self.embedded.slots, context))
+            # a backend of others may have no such parameter
+            of = (self.speculation,) if self.speculation.active else ()
+            return EmbeddedEngine(trainer.sampler(self.embedded.slots, context, *of))
         given: dict[str, Any] = {
             "model": directory.absolute(),
             "logs": (run / "logs").absolute(),

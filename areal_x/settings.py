@@ -22,6 +22,7 @@ from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers
 from areal_x.protocols.backends import find_backend
+from areal_x.protocols.speculation import Speculation
 from areal_x.protocols.trainer_config import CriticConfig, TrainerConfig
 from areal_x.protocols.workflow import Workflow, check_workflow
 from areal_x.run.journal import JournalConfig
@@ -66,6 +67,9 @@ class Settings:
 
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     """The embedded engine."""
+
+    speculation: Speculation = field(default_factory=Speculation)
+    """Tokens that the engine guesses ahead."""
 
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     """vLLM servers."""

@@ -61,7 +61,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 
 # Helpers of other rooms that were written for the backends.
-FOR_BACKENDS = {"areal_x.engines.kept_bits", "areal_x.engines.lanes"}
+FOR_BACKENDS = {"areal_x.engines.kept_bits", "areal_x.engines.lanes", "areal_x.engines.speculation"}
 
 # Modules that offer names of other rooms under one address, and import them when a name is used.
 SURFACES = {"areal_x", "areal_x.trainer", "areal_x.rewards.shaping"}

@@ -16,6 +16,7 @@ from areal_x.cluster.dealing import Dealer
 from areal_x.cluster.gang import Gang
 from areal_x.cluster.rank import Built, mark_of, outcome_of
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.runtime.timeline import Interval
 from areal_x.types import Batch, Loss
@@ -141,19 +142,21 @@ class GangTrainer:
             for rank, span in self._gang.spans()
         ]
 
-    def sampler(self, slots: int, context: int) -> Sampler:
-        return GangSampler(self._gang, self._name, slots, context)
+    def sampler(self, slots: int, context: int, speculation: Speculation = NOTHING) -> Sampler:
+        return GangSampler(self._gang, self._name, slots, context, speculation)
 
 
 class GangSampler:
     """The sampler of the gang's first process (areal_x.protocols.sampler.Sampler). What needs no
     answer travels with the next call that does."""
 
-    def __init__(self, gang: Gang, name: str, slots: int, context: int) -> None:
+    def __init__(
+        self, gang: Gang, name: str, slots: int, context: int, speculation: Speculation
+    ) -> None:
         self._gang = gang
         self._before: list[tuple[str, Any]] = []
         self.slots, self.context, self.supports_images = gang.first(
-            "make_sampler", name, slots, context
+            "make_sampler", name, slots, context, speculation
         )
 
     def load(self, snapshot: Any) -> None:

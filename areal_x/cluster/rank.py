@@ -28,6 +28,7 @@ from areal_x.hf.weight_copy import Turns, WeightCopy, write_shards
 from areal_x.protocols.backends import create_trainer, load_backend
 from areal_x.protocols.sampler import Decoded, Sampler
 from areal_x.protocols.shares import Shares, SharingTrainer
+from areal_x.protocols.speculation import Speculation
 from areal_x.protocols.trainer import MeasuresMemory, Trainer, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss
@@ -233,8 +234,10 @@ class Rank:
 
     # ---- the sampler, in the first process
 
-    def make_sampler(self, name: str, slots: int, context: int) -> tuple[int, int, bool]:
-        self._sampler = self._trainers[name].sampler(slots, context)
+    def make_sampler(
+        self, name: str, slots: int, context: int, speculation: Speculation
+    ) -> tuple[int, int, bool]:
+        self._sampler = self._trainers[name].sampler(slots, context, speculation)
         return self._sampler.slots, self._sampler.context, self._sampler.supports_images
 
     def load(self, before: Sequence[tuple[str, Any]]) -> None:

@@ -31,6 +31,7 @@ from areal_x.protocols.engine import (
     max_new_tokens,
 )
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.protocols.speculation import Guesses
 from areal_x.runtime import background, timeline
 from areal_x.runtime.waits import waiting
 from areal_x.types import Kept
@@ -187,6 +188,7 @@ class EmbeddedEngine(Engine):
         self.concurrency = sampler.slots
         self.context = sampler.context
         self.version = -1
+        self._guesses = Guesses()  # since the last `balance`
         self._sampler = sampler
         self._slots = SlotScheduler(sampler.slots)
         self._futures: dict[int, asyncio.Future[Completion]] = {}
@@ -274,6 +276,11 @@ class EmbeddedEngine(Engine):
             self._changed.notify()
         return await future
 
+    def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
+        with self._changed:
+            guesses, self._guesses = self._guesses, Guesses()
+        return guesses.metrics
+
     async def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -355,6 +362,7 @@ class EmbeddedEngine(Engine):
         decoded = self._sampler.decode(DECODE_STEPS, until_free)
         with self._changed:
             done = self._slots.record(decoded, self.version)
+            self._guesses += decoded.guesses
             answers = [(self._futures.pop(ticket, None), completion) for ticket, completion in done]
         self._resolve(answers)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.protocols.speculation import Guesses
 from areal_x.runtime import cores
 
 LEAST_SLOTS = 8  # per lane: a step with fewer costs nearly as much
@@ -75,6 +76,7 @@ class Lanes:
                 for lane, part in enumerate(parts)
                 for slot, kept in part.kept.items()
             },
+            guesses=sum((part.guesses for part in parts), start=Guesses()),
         )
 
     def free(self, slots: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.speculation import Guesses
 from areal_x.types import Images, Kept
 
 
@@ -46,6 +47,8 @@ class Decoded:
     kept: Mapping[int, Kept] = field(default_factory=dict)
     """Of each slot whose sampling truncates, what it could sample at each of its counts[s]
     tokens."""
+    guesses: Guesses = field(default_factory=Guesses)
+    """What speculative decoding guessed and took."""
 
 
 def group_identical(requests: Sequence[SlotRequest]) -> dict[Any, list[SlotRequest]]:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.protocols.sampler import Sampler
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.types import Batch, Loss
 
 Wait = Callable[[], None]
@@ -114,8 +115,12 @@ class Trainer(Scorer, Protocol):
         own sampler."""
         ...
 
-    def sampler(self, slots: int, context: int) -> Sampler:
-        """Returns the backend's batched sampler for sequences of up to `context` tokens."""
+    def sampler(self, slots: int, context: int, speculation: Speculation = NOTHING) -> Sampler:
+        """Returns the backend's batched sampler for sequences of up to `context` tokens. speculation:
+        which tokens it guesses ahead; a sampler that guesses none samples the same tokens.
+
+        Raises: UserError for a model that its speculation does not support.
+        """
         ...
 
 

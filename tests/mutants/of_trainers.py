@@ -342,13 +342,17 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        JAX + "lane.py",
-        (*SAMPLERS, "tests/jax/test_sampler.py"),
+        JAX + "decode_step.py",
+        SAMPLERS,
         (
             "JAX: the newest token is read at the wrong position",
-            "position_rotations(arch, rows.length - 1)",
-            "position_rotations(arch, rows.length)",
+            "        rows.length - 1,",
+            "        rows.length,",
         ),
+    ),
+    *planted(
+        JAX + "lane.py",
+        (*SAMPLERS, "tests/jax/test_sampler.py"),
         (
             "JAX: copied prompts are one column off",
             "(self._column - len(r.tokens) + 1) % capacity",

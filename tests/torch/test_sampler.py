@@ -15,6 +15,7 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.testing.conformance.helpers import sample_to_end, slot_request
+from areal_x_torch import prefill
 from areal_x_torch import sampler as sampling
 from areal_x_torch.decode_step import NextLogits
 from areal_x_torch.flat_rows import group_by_length
@@ -44,7 +45,7 @@ def sampler(tiny_model_dir: Path) -> Sampler:
 def test_the_chunks_of_a_prefill_do_not_matter(sampler: Sampler, monkeypatch, chunk, together) -> None:
     requests = [slot_request(slot, prompt, 6, seed=slot) for slot, prompt in enumerate((1, 2, 17, 50, 51, 130, 33))]
     expected = sample_to_end(sampler, requests)
-    monkeypatch.setattr(sampling, "CHUNK", chunk)
+    monkeypatch.setattr(prefill, "CHUNK", chunk)
     monkeypatch.setattr(sampling, "PREFILL", together)
     for slot, (tokens, logprobs) in sample_to_end(sampler, requests).items():
         assert tokens == expected[slot][0]
@@ -54,12 +55,11 @@ def test_the_chunks_of_a_prefill_do_not_matter(sampler: Sampler, monkeypatch, ch
 def test_a_prompt_that_several_have_is_read_once_in_a_lane(sampler: Sampler, monkeypatch) -> None:
     read: list[int] = []
 
-    def prefill(lane: sampling.Lane, requests: Any) -> list[int]:
+    def reading(model: Any, cache: Any, first: int, requests: Any) -> list[int]:
         read.extend(len(request.tokens) - 1 for request in requests)
-        return original(lane, requests)
+        return prefill.prefill(model, cache, first, requests)
 
-    original = sampling.Lane._prefill
-    monkeypatch.setattr(sampling.Lane, "_prefill", prefill)
+    monkeypatch.setattr(sampling, "prefill", reading)
     sampler.lanes[0].fill([slot_request(slot, prompt, 4) for slot, prompt in enumerate((33, 20, 33, 33, 20))])
     assert sorted(read) == [19, 32]
 
@@ -95,7 +95,7 @@ SHARED_KEYS |= {"vocab_size_per_layer_input": 40}
 def test_it_samples_any_model_whose_attention_goes_through_transformers_interface(tmp_path, monkeypatch, kind, changes) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    monkeypatch.setattr(sampling, "CHUNK", 8)
+    monkeypatch.setattr(prefill, "CHUNK", 8)
     torch.manual_seed(0)
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
     more = {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}

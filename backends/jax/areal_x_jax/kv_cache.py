@@ -71,7 +71,27 @@ def visible(
     bias = jnp.where(age < lengths[:, None], 0.0, HIDDEN)
     longest = lengths.max()
     youngest = [age[p * width : (p + 1) * width].min() for p in range(parts)]
-    return [(youngest[p] < longest, bias[:, p * width : (p + 1) * width]) for p in range(parts)]
+    bias = bias[:, None, None]
+    return [(youngest[p] < longest, bias[..., p * width : (p + 1) * width]) for p in range(parts)]
+
+
+def visible_to(
+    cache: KVCache,
+    positions: Int[Array, "rows width"],
+    reach: Int[Array, "rows width"],
+    group: int,
+) -> list[tuple[Array, Array]]:
+    """Returns the same for several queries of each row, if column c of a row is its token c: a query
+    sees the `reach` columns up to its own position. group: heads that share keys (see
+    `attend_several`)."""
+    parts, width = len(cache[0][0]), cache[0][0][0].shape[-1]
+    behind = positions[..., None] - jnp.arange(parts * width)
+    near = (behind >= 0) & (behind < reach[..., None])
+    bias = jnp.repeat(jnp.where(near, 0.0, HIDDEN), group, axis=1)[:, None]
+    return [
+        (near[..., part].any(), bias[..., part])
+        for part in (slice(p * width, (p + 1) * width) for p in range(parts))
+    ]
 
 
 def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""]) -> Layer:
@@ -97,6 +117,48 @@ def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""])
     )
 
 
+def write_columns(
+    layer: Layer,
+    key: Float[Array, "rows width kv_heads head_dim"],
+    value: Float[Array, "rows width kv_heads value_dim"],
+    columns: Int[Array, "rows width"],
+) -> Layer:
+    """Writes several tokens of each row into columns of its own; none beyond the last column."""
+    keys, values = layer
+    width = keys[0].shape[-1]
+    rows = jnp.arange(len(columns))[:, None]
+
+    def local(p: int) -> Array:
+        own = columns - p * width
+        return jnp.where((own >= 0) & (own < width), own, width)
+
+    return (
+        tuple(
+            part.at[rows, :, :, local(p)].set(key.astype(part.dtype), mode="drop")
+            for p, part in enumerate(keys)
+        ),
+        tuple(
+            part.at[rows, :, local(p)].set(value.astype(part.dtype), mode="drop")
+            for p, part in enumerate(values)
+        ),
+    )
+
+
+def attend_several(
+    query: Float[Array, "rows width kv group head_dim"],
+    layer: Layer,
+    seen: list[tuple[Array, Array]],
+    softcap: float = 0.0,
+    sinks: Float[Array, "kv group"] | None = None,
+) -> Float[Array, "rows width kv group value_dim"]:
+    """`attend` for several queries of each row, which are a longer group of it."""
+    rows, width, kv, group, _ = query.shape
+    joined = query.swapaxes(1, 2).reshape(rows, kv, width * group, -1)
+    sinks = None if sinks is None else jnp.tile(sinks, (1, width))
+    attended = attend(joined, layer, seen, softcap, sinks)
+    return attended.reshape(rows, kv, width, group, -1).swapaxes(1, 2)
+
+
 def attend(
     query: Float[Array, "rows kv group head_dim"],
     layer: Layer,
@@ -108,17 +170,14 @@ def attend(
     value_dim]. sinks: see `areal_x_jax.attention.attend`."""
     keys, values = layer
     if len(keys) == 1 and sinks is None:
-        scores = (
-            softcapped(product("sgrd,sgdc->sgrc", query, keys[0]), softcap)
-            + seen[0][1][:, None, None]
-        )
+        scores = softcapped(product("sgrd,sgdc->sgrc", query, keys[0]), softcap) + seen[0][1]
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         return product("sgrc,sgcd->sgrd", weights, values[0]) / weights.sum(-1, keepdims=True)
 
     def part(so_far: Partial, query: Array, keys: Array, values: Array, bias: Array) -> Partial:
         return merge(
             so_far,
-            softcapped(product("sgrd,sgdc->sgrc", query, keys), softcap) + bias[:, None, None],
+            softcapped(product("sgrd,sgdc->sgrc", query, keys), softcap) + bias,
             lambda w: product("sgrc,sgcd->sgrd", w, values),
         )
 

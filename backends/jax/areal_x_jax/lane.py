@@ -8,7 +8,9 @@ whatever the lengths.
     compact  the same for the few live slots, when at most 3/8 of all are live
 
 The last two have a second form, compiled when first needed, for rows that leave tokens out
-(top-p, top-k, min-p): it also returns which tokens they kept.
+(top-p, top-k, min-p): it also returns which tokens they kept. A lane that guesses ahead has
+speculate (areal_x_jax.speculation) in the place of decode, and prefill and copy of the smaller
+model, if that guesses.
 
 Prefill leaves out a sequence's last token: decoding always begins by feeding the newest token, so
 all sampling is in one place.
@@ -17,286 +19,33 @@ all sampling is in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.engines.kept_bits import kept_in
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
-from areal_x_jax import fp8, kv_cache, recurrent_cache
+from areal_x.protocols.speculation import NOTHING, Guesses, Speculation
+from areal_x_jax import kv_cache, recurrent_cache
 from areal_x_jax.architecture import Architecture
-from areal_x_jax.dense_attention import group_sinks, softcapped
-from areal_x_jax.kv_cache import KVCache
-from areal_x_jax.layer_inputs import layer_inputs
-from areal_x_jax.leaf import local_name
-from areal_x_jax.model import embed, finish_layer, head_input, head_kernel
-from areal_x_jax.parameters import Params, layer_leaves
-from areal_x_jax.prefill_chunks import Chunk, packed
-from areal_x_jax.projections import gated, project_qkv
-from areal_x_jax.recurrent_cache import States
-from areal_x_jax.rotations import position_rotations
-from areal_x_jax.sampling import Truncation, sample, uniform
+from areal_x_jax.decode_step import Rows, SlotCache, copy, decode, most_steps, prefill
+from areal_x_jax.parameters import Params
+from areal_x_jax.prefill_chunks import packed
 from areal_x_jax.sharding import sampling_spec
+from areal_x_jax.speculation import Models, speculate
 
-STEPS = 128  # most tokens per slot in one call: the height of the output buffers
 # Tokens of a prefill: on CPU larger chunks are no faster per token and leave more of the last chunk
 # empty (measured).
 CPU_CHUNK = 64
 ACCELERATOR_CHUNK = 512
-# Most bytes of the kept tokens of one call, a bit per word, row and step; at least one step's.
-KEPT_BYTES = 2**25
 STOP_IDS = 16  # stop tokens a request may have
 # Share of slots in a compact decode: near the best as uniform lengths run out (1/2), and cheaper
 # for a long tail.
 COMPACT = 3 / 8
 LEAST_COMPACT = 4  # least slots of a compact decode: fewer save nothing
-
-
-class Rows(NamedTuple):
-    """The decoding state of each sequence.
-
-    token: the newest, not yet in the cache. length: tokens including it. generated: how many of
-    them were generated. limit: most to generate.
-    """
-
-    token: Int[Array, " rows"]
-    length: Int[Array, " rows"]
-    generated: Int[Array, " rows"]
-    limit: Int[Array, " rows"]
-    live: Bool[Array, " rows"]
-    seed: Int[Array, "rows 2"]
-    temperature: Float[Array, " rows"]
-    top_p: Float[Array, " rows"]
-    top_k: Int[Array, " rows"]
-    min_p: Float[Array, " rows"]
-    stops: Int[Array, "rows stops"]
-
-    @property
-    def truncation(self) -> Truncation:
-        return Truncation(self.top_p, self.top_k, self.min_p)
-
-
-class SlotCache(NamedTuple):
-    """What slots keep of their earlier tokens, for each layer with attention and for each one with a
-    state."""
-
-    kv: KVCache
-    states: States
-
-
-# step, cache, rows, tokens, log-probabilities, kept tokens
-State: TypeAlias = tuple[Array, SlotCache, Rows, Array, Array, Array | None]
-
-
-def unstack_layers(params: Params, arch: Architecture) -> Params:
-    """Returns the parameters with a list of layers in place of the stacks, each with the leaves it
-    has."""
-    layers: list[Params] = [{} for _ in range(arch.layers)]
-    for name, leaf in layer_leaves(arch).items():
-        for index, layer in enumerate(arch.layers_in(leaf.stack)):
-            layers[layer][local_name(name)] = params["layers"][name][index]
-    return {**params, "layers": layers}
-
-
-def _layers(arch: Architecture, params: Params) -> list[Params]:
-    """Returns unstacked layers, whose kernels are rounded already if products are in fp8."""
-    layers: list[Params] = params["layers"]
-    return [fp8.marked(layer, rounded=True) for layer in layers] if arch.fp8 else layers
-
-
-def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) -> SlotCache:
-    """Writes the keys and values of the chunk's tokens, and the states after its pieces."""
-    x, rotations = embed(arch, params, chunk.tokens), position_rotations(arch, chunk.positions)
-    same = chunk.piece[:, None] == chunk.piece
-    # Distance in tokens; negative if not visible.
-    before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
-    own = layer_inputs(arch, params, chunk.tokens, x)
-    fresh: dict[int, tuple[Array, Array]] = {}
-    states = []
-    kv, before_chunk = dict(zip(arch.with_keys, cache.kv, strict=True)), iter(cache.states)
-    # Nothing reads the outputs of layers after the last that keeps anything of a prompt.
-    last = max((*arch.with_keys, *arch.layers_in("recurrent")))
-    for i, layer in enumerate(_layers(arch, params)[: last + 1]):
-        if "a_log" in layer:
-            attended, state = recurrent_cache.prefill(arch, layer, x, next(before_chunk), chunk)
-            states.append(state)
-            x, _ = finish_layer(arch, layer, x, attended)
-            continue
-        query, keys, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
-        fresh |= {} if keys is None else {i: keys}
-        if i == last:
-            break
-        source = arch.attends_to(i)
-        place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
-        window = near(arch, arch.windows[i], chunk.positions)
-        attended = kv_cache.attend_chunk(
-            scaled(arch, query, i),
-            fresh[source],
-            before,
-            kv[source],
-            *place,
-            window,
-            arch.attention_softcap,
-            sinks_of(arch, layer),
-        )
-        attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
-        x, _ = finish_layer(arch, layer, x, attended, own=None if own is None else own[:, i])
-    written = kv_cache.write_pieces(
-        cache.kv, [*fresh.values()], chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
-    )
-    return SlotCache(written, tuple(states))
-
-
-def copy(
-    cache: SlotCache,
-    sources: Int[Array, " slots"],
-    targets: Int[Array, " slots"],
-    count: Int[Array, ""],
-) -> SlotCache:
-    """Copies the first `count` sources, one after another, into the targets."""
-
-    def one(i: Array, cache: SlotCache) -> SlotCache:
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_update_index_in_dim(x, x[sources[i]], targets[i], 0), cache
-        )
-
-    return jax.lax.fori_loop(0, count, one, cache)
-
-
-def decode(
-    arch: Architecture,
-    params: Params,
-    cache: SlotCache,
-    rows: Rows,
-    column: Int[Array, ""],
-    steps: Int[Array, ""],
-    until_free: Int[Array, ""],
-    slots: Int[Array, " rows"] | None = None,
-    truncates: bool = False,
-) -> tuple[SlotCache, Rows, Array, Array, Array | None]:
-    """Grows every live row by up to `steps` tokens, beginning at cache column `column`.
-
-    slots: the slots of the rows, if they are not all slots. truncates: True if any row leaves out
-    tokens. Returns the cache, the rows, and tokens and log-probabilities `[most, rows]`, of which a
-    row's first (generated afterwards - generated before) are valid; with `truncates`, also the
-    tokens that rows which leave some out could sample, as bits `[most, rows, vocabulary / 8]`, most
-    being `most_steps`.
-    """
-    whole = cache
-    if slots is not None:
-        cache = jax.tree.map(lambda x: x[slots], whole)
-    alive = rows.live.sum()
-
-    def going(state: State) -> Array:
-        step, _, rows, *_ = state
-        return (step < steps) & rows.live.any() & (alive - rows.live.sum() < until_free)
-
-    def grow(state: State) -> State:
-        step, cache, rows, tokens, logprobs, bits = state
-        cache, logits = forward(
-            arch, params, cache, rows, (column + step) % kv_cache.capacity(cache.kv)
-        )
-        uniforms = uniform(rows.seed, rows.generated)
-        truncation = rows.truncation if truncates else None
-        token, logprob, mask = sample(logits, uniforms, rows.temperature, truncation)
-        tokens, logprobs = tokens.at[step].set(token), logprobs.at[step].set(logprob)
-        if truncation is not None and bits is not None:
-            bits = bits.at[step].set(jnp.packbits(mask & truncation.rows[:, None], axis=-1))
-        generated = rows.generated + rows.live
-        stopped = (token[:, None] == rows.stops).any(-1) | (generated >= rows.limit)
-        rows = rows._replace(
-            token=jnp.where(rows.live, token, rows.token),
-            length=rows.length + rows.live,
-            generated=generated,
-            live=rows.live & ~stopped,
-        )
-        return step + 1, cache, rows, tokens, logprobs, bits
-
-    count = len(rows.token)
-    most = most_steps(arch, count, truncates)
-    buffer = jnp.zeros((most, count))
-    bits = jnp.zeros((most, count, -(-arch.vocab // 8)), jnp.uint8) if truncates else None
-    state = (jnp.int32(0), cache, rows, buffer.astype(jnp.int32), buffer, bits)
-    _, cache, rows, tokens, logprobs, bits = jax.lax.while_loop(going, grow, state)
-    if slots is not None:
-        cache = jax.tree.map(
-            lambda whole, part: whole.at[slots].set(part, unique_indices=True), whole, cache
-        )
-    return cache, rows, tokens, logprobs, bits
-
-
-def most_steps(arch: Architecture, rows: int, truncates: bool) -> int:
-    """Returns the most tokens per row in one call of `decode`, whose outputs it bounds."""
-    if not truncates:
-        return STEPS
-    return max(1, min(STEPS, KEPT_BYTES // (rows * -(-arch.vocab // 8))))
-
-
-def forward(
-    arch: Architecture, params: Params, cache: SlotCache, rows: Rows, column: Array
-) -> tuple[SlotCache, Float[Array, "rows vocab"]]:
-    """Feeds each row's newest token, written into cache column `column`, and returns the logits of
-    its next one."""
-    x, rotations = embed(arch, params, rows.token), position_rotations(arch, rows.length - 1)
-    lengths = jnp.where(rows.live, rows.length, 1)
-    reach = {
-        window: jnp.minimum(lengths, near(arch, window, lengths - 1)) if window else lengths
-        for window in set(arch.windows)
-    }
-    seen = {
-        window: kv_cache.visible(cache.kv, column, columns)
-        for window, columns in reach.items()
-        if cache.kv
-    }
-    own = layer_inputs(arch, params, rows.token, x)
-    written: dict[int, kv_cache.Layer] = {}
-    states = []
-    kv, before = iter(cache.kv), iter(cache.states)
-    for i, layer in enumerate(_layers(arch, params)):
-        if "a_log" in layer:
-            attended, state = recurrent_cache.advance(
-                arch, layer, x, next(before), rows.length == 1
-            )
-            states.append(state)
-            x, _ = finish_layer(arch, layer, x, attended)
-            continue
-        query, keys, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
-        if keys is not None:
-            written[i] = kv_cache.write_newest(next(kv), *keys, column)
-        cached = written[arch.attends_to(i)]
-        softcap, sinks = arch.attention_softcap, sinks_of(arch, layer)
-        attended = kv_cache.attend(
-            scaled(arch, query, i), cached, seen[arch.windows[i]], softcap, sinks
-        )
-        attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
-        x, _ = finish_layer(arch, layer, x, attended, own=None if own is None else own[:, i])
-    x = head_input(arch, params, x)
-    logits = kv_cache.product("rh,hv->rv", x, head_kernel(params))
-    return SlotCache(tuple(written.values()), tuple(states)), softcapped(logits, arch.logit_softcap)
-
-
-def near(
-    arch: Architecture, window: int, positions: Int[Array, " tokens"]
-) -> int | Int[Array, " tokens"]:
-    """Returns the number of tokens that tokens at these positions see, themselves included."""
-    return positions % window + 1 if arch.chunked and window else window
-
-
-def sinks_of(arch: Architecture, layer: Params) -> Float[Array, "kv_heads group"] | None:
-    return group_sinks(layer["sinks"], arch.kv_heads) if "sinks" in layer else None
-
-
-def scaled(arch: Architecture, query: Array, layer: int) -> Array:
-    """Returns a layer's queries [..., heads, head_dim], grouped by the key-value head they share and
-    scaled."""
-    kv_heads, head_dim, _ = arch.heads_of(layer)
-    grouped = query.reshape(*query.shape[:-2], kv_heads, arch.heads // kv_heads, head_dim)
-    return grouped * arch.scale
 
 
 class Lane:
@@ -309,7 +58,14 @@ class Lane:
     supports_images = False
 
     def __init__(
-        self, arch: Architecture, slots: int, context: int, call: Callable[..., Any], group: Mesh
+        self,
+        arch: Architecture,
+        slots: int,
+        context: int,
+        call: Callable[..., Any],
+        group: Mesh,
+        speculation: Speculation = NOTHING,
+        draft: tuple[Architecture, Params] | None = None,
     ) -> None:
         self._call = call
         self.slots = slots
@@ -322,8 +78,14 @@ class Lane:
         self._sharding = NamedSharding(group, spec) if group.size > 1 else group.devices.flat[0]
         pinned = self._sharding if group.size > 1 else None
         self._chunk = CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
-        self._params: Any = None
-        self._cache: SlotCache | None = None
+        self._speculation = speculation
+        # Of the policy, and of the smaller model, if one guesses.
+        self._models = Models(arch, draft and draft[0])
+        self._params: tuple[Any, Params | None] = None, draft and draft[1]
+        self._caches: tuple[SlotCache, SlotCache | None] | None = None
+        looks_up = speculation.active and draft is None
+        # Guesses are computed at columns beyond the last token.
+        self._columns = context + (speculation.tokens if speculation.active else 0)
         self._column = 0  # of the cache, which the next step writes
         self._rows = Rows(
             token=np.zeros(slots, np.int32),
@@ -337,6 +99,7 @@ class Lane:
             top_k=np.zeros(slots, np.int32),
             min_p=np.zeros(slots, np.float32),
             stops=np.full((slots, STOP_IDS), -1, np.int32),
+            history=np.zeros((slots, self._columns if looks_up else 0), np.int32),
         )
         self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2, out_shardings=pinned)
         self._copy = jax.jit(copy, donate_argnums=0, out_shardings=pinned)
@@ -346,26 +109,39 @@ class Lane:
             donate_argnums=2,
             out_shardings=(pinned, None, None, None, None),
         )
+        self._speculate = jax.jit(
+            speculate,
+            static_argnums=(0, 1, 8),
+            donate_argnums=3,
+            out_shardings=((pinned, None), None, None, None, None, None),
+        )
 
     @property
     def programs(self) -> int:
         """Number of compiled programs."""
-        return sum(f._cache_size() for f in (self._prefill, self._copy, self._decode))
+        every = self._prefill, self._copy, self._decode, self._speculate
+        return sum(f._cache_size() for f in every)
 
     def load(self, params: Params) -> None:
         """params: on the device, unstacked."""
-        self._params = params
+        draft, own = self._models.draft, self._params[1]
+        self._params = params, own
         self._rows.live[:] = False
-        if self._cache is None:
-            dtype = self._params["embed"].dtype
-            arch = self.arch
-            heads = [arch.heads_of(layer) for layer in arch.with_keys]
-            kv = kv_cache.empty(heads, self.slots, self.context, dtype)
-            empty = SlotCache(kv, recurrent_cache.empty(arch, self.slots, dtype))
-            self._cache = jax.device_put(empty, self._sharding)
+        if self._caches is None:
+            cache = jax.device_put(self._empty(self.arch, params), self._sharding)
+            smaller = None
+            if draft is not None and own is not None:
+                smaller = jax.device_put(self._empty(draft, own), own["embed"].sharding)
+            self._caches = cache, smaller
+
+    def _empty(self, arch: Architecture, params: Params) -> SlotCache:
+        dtype = params["embed"].dtype
+        heads = [arch.heads_of(layer) for layer in arch.with_keys]
+        kv = kv_cache.empty(heads, self.slots, self._columns, dtype)
+        return SlotCache(kv, recurrent_cache.empty(arch, self.slots, dtype))
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
-        if self._cache is None:
+        if self._caches is None:
             raise RuntimeError("the sampler has no weights: load a snapshot first")
         if not self._rows.live.any():
             # The order of sums depends on the keys' columns: an idle sampler must compute the same
@@ -373,26 +149,43 @@ class Lane:
             self._column = 0
         for request in requests:
             self._set_slot(request)
-        capacity = kv_cache.capacity(self._cache.kv)
         # A prompt of one token has nothing to cache.
         alike = [same for same in group_identical(requests).values() if len(same[0].tokens) > 1]
+        cache, smaller = self._caches
+        cache = self._fill(cache, self.arch, self._params[0], alike)
+        if smaller is not None:
+            smaller = self._fill(smaller, self._models.draft, self._params[1], alike, "draft's ")
+        self._caches = cache, smaller
+        jax.block_until_ready(self._caches)  # so that a measured swap includes it
+
+    def _fill(
+        self,
+        cache: SlotCache,
+        arch: Architecture,
+        params: Params,
+        alike: Sequence[Sequence[SlotRequest]],
+        whose: str = "",
+    ) -> SlotCache:
+        """Returns a model's cache with these sequences, without their last tokens. alike: requests
+        with the same tokens."""
+        capacity = kv_cache.capacity(cache.kv)
         prompts = [
-            (r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1])
+            (
+                r.slot,
+                (0 if self._speculation.active else (self._column - len(r.tokens) + 1) % capacity),
+                np.minimum(r.tokens[:-1], arch.vocab - 1) if whose else r.tokens[:-1],
+            )
             for r, *_ in alike
         ]
         for chunk in packed(prompts, self._chunk, capacity):
-            self._cache = self._call(
-                "prefill", self._prefill, self.arch, self._params, self._cache, chunk
-            )
+            cache = self._call(f"{whose}prefill", self._prefill, arch, params, cache, chunk)
         copies = np.array(
             [(first.slot, other.slot) for first, *others in alike for other in others], np.int32
         ).reshape(-1, 2)
         if len(copies):  # equal tokens are in equal columns
             padded = np.pad(copies, ((0, self.slots - len(copies)), (0, 0)))
-            self._cache = self._call(
-                "copy", self._copy, self._cache, *padded.T, np.int32(len(copies))
-            )
-        jax.block_until_ready(self._cache)  # so that a measured swap includes it
+            cache = self._call(f"{whose}copy", self._copy, cache, *padded.T, np.int32(len(copies)))
+        return cache
 
     def _set_slot(self, request: SlotRequest) -> None:
         sampling, length, slot = request.sampling, len(request.tokens), request.slot
@@ -416,6 +209,8 @@ class Lane:
             )
         rows, greedy = self._rows, sampling.temperature == 0
         rows.token[slot] = request.tokens[-1]
+        if rows.history.shape[1]:
+            rows.history[slot, :length] = request.tokens
         rows.length[slot] = length
         rows.generated[slot] = request.generated
         rows.limit[slot] = min(sampling.max_tokens, request.generated + self.context - length)
@@ -447,15 +242,27 @@ class Lane:
         truncating = before.live & before.truncation.rows
         truncates = bool(truncating.any())
         steps = min(steps, most_steps(self.arch, len(rows.token), truncates))
-        limits = np.int32(self._column), np.int32(steps), np.int32(until_free)
+        limits = np.int32(steps), np.int32(until_free)
         program = ("compact" if compact else "decode") + (" truncated" if truncates else "")
-        arguments = self.arch, self._params, self._cache, rows, *limits, slots, truncates
-        self._cache, *outputs = self._call(program, self._decode, *arguments)
-        after, tokens, logprobs, bits = jax.device_get(outputs)
+        guesses = Guesses()
+        assert self._caches is not None
+        if self._speculation.active:
+            models = self._models, self._speculation
+            arguments = *models, self._params, self._caches, rows, *limits, slots, truncates
+            self._caches, *outputs = self._call(program, self._speculate, *arguments)
+            after, tokens, logprobs, bits, counts = jax.device_get(outputs)
+            guesses = Guesses(*counts.tolist())
+        else:
+            cache, column = self._caches[0], np.int32(self._column)
+            arguments = self.arch, self._params[0], cache, rows, column, *limits, slots, truncates
+            cache, *outputs = self._call(program, self._decode, *arguments)
+            self._caches = cache, None
+            after, tokens, logprobs, bits = jax.device_get(outputs)
         grown = after.generated - rows.generated
         finished = rows.live & ~after.live
         taken = int(grown.max())
-        self._column = (self._column + taken) % kv_cache.capacity(self._cache.kv)
+        if not self._speculation.active:
+            self._column = (self._column + taken) % kv_cache.capacity(self._caches[0].kv)
         self._rows = Rows(
             *(_scatter_rows(x, new, slots) for x, new in zip(before, after, strict=True))
         )
@@ -470,6 +277,7 @@ class Lane:
                 for row, slot in enumerate(every)
                 if truncating[slot]
             },
+            guesses=guesses,
         )
         decoded.tokens[every], decoded.logprobs[every] = tokens[:taken].T, logprobs[:taken].T
         decoded.counts[every], decoded.finished[every] = grown, finished

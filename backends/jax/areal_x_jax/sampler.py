@@ -8,11 +8,13 @@ from threading import Lock
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_x.engines.lanes import Lanes, lanes_on_cpu
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x_jax.architecture import Architecture
-from areal_x_jax.lane import Lane, unstack_layers
+from areal_x_jax.decode_step import unstack_layers
+from areal_x_jax.lane import Lane
 from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import sampling_groups
 
@@ -32,6 +34,8 @@ class Sampler(Lanes):
         context: int,
         lanes: int | None = None,
         mesh: Mesh | None = None,
+        speculation: Speculation = NOTHING,
+        draft: tuple[Architecture, Params] | None = None,
     ) -> None:
         groups = (
             sampling_groups(mesh)
@@ -47,11 +51,13 @@ class Sampler(Lanes):
         self._in_group = in_group
         self._unstack = jax.jit(partial(unstack_layers, arch=arch))
         each = [
-            (group, call)
-            for group, call in zip(groups, calls, strict=True)
+            (group, call, whole_on(draft, group)) for group, call in zip(groups, calls, strict=True)
+        ]
+        made = [
+            Lane(arch, size, context, call, group, speculation, smaller)
+            for group, call, smaller in each
             for _ in range(in_group)
         ]
-        made = [Lane(arch, size, context, call, group) for group, call in each]
         self._first = made[0]
         super().__init__(made, self._lane_weights)
 
@@ -67,6 +73,17 @@ class Sampler(Lanes):
             for group in self._groups
         ]
         return [weights for weights in apart for _ in range(self._in_group)]
+
+
+def whole_on(
+    draft: tuple[Architecture, Params] | None, group: Mesh
+) -> tuple[Architecture, Params] | None:
+    """Returns the smaller model, unstacked, with all of its weights on each device of a group."""
+    if draft is None:
+        return None
+    arch, params = draft
+    whole = NamedSharding(group, PartitionSpec()) if group.size > 1 else group.devices.flat[0]
+    return arch, jax.device_put(unstack_layers(params, arch), whole)
 
 
 def shard_on(x: jax.Array, group: Mesh) -> jax.Array:

@@ -27,6 +27,7 @@ from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
 from areal_x.protocols.shares import blank_row, own_rows
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.protocols.tries import subtree_ends
@@ -54,6 +55,7 @@ from areal_x_jax.sharding import (
     sampling_shardings,
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
+from areal_x_jax.speculation import check_states
 from areal_x_jax.update import update_step
 from areal_x_jax.weights import (
     as_stored,
@@ -266,10 +268,25 @@ class Trainer(HuggingFaceTrainer):
         copied: Params = self._copy(language, None if self.base is None else self.params)
         return copied
 
-    def sampler(self, slots: int, context: int) -> Sampler:
+    def sampler(self, slots: int, context: int, speculation: Speculation = NOTHING) -> Sampler:
         self.need_head("sampler", "policy")
+        draft = None
+        if speculation.active:
+            check_states(self.arch, "speculation.method", speculation.method)
+        if speculation.method == "draft":
+            draft = self._read_draft(Path(speculation.draft))
         # Samples are trained on, and a row may be longer than the longest sequence.
-        return Sampler(self.arch, slots, min(context, self.arch.context or context), mesh=self.mesh)
+        longest = min(context, self.arch.context or context)
+        return Sampler(
+            self.arch, slots, longest, mesh=self.mesh, speculation=speculation, draft=draft
+        )
+
+    def _read_draft(self, directory: Path) -> tuple[Architecture, Params]:
+        model_dir.check_head(directory, "policy")
+        arch = as_stored(read_architecture(model_dir.read_config(directory)), directory)
+        check_states(arch, "speculation.draft", str(directory))
+        tensors = model_dir.read_tensors(directory)
+        return arch, from_tensors(arch, tensors, str(directory), dtype=self.dtype)
 
     # ---- files
 

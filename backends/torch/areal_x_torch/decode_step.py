@@ -20,46 +20,54 @@ from transformers import PreTrainedModel
 from areal_x_torch.kv_cache import Cache, DecodeCache, Layer, StateLayer, visible_of
 from areal_x_torch.model import decoder, head, head_input
 
-# (token, its position, *Cache.newest(its column, used)) → the logits of the next token
-Step = Callable[..., Float[Tensor, "rows vocabulary"]]
+# (tokens, their positions, *Cache.newest(their columns, used)) → the logits of the tokens after them
+Step = Callable[..., Float[Tensor, "fed vocabulary"]]
 
 
 class NextLogits(nn.Module):
-    """Feeds the newest token of each row."""
+    """Feeds the newest `width` tokens of each row."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[Layer | StateLayer]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[Layer | StateLayer], width: int
+    ) -> None:
         super().__init__()
+        self.width = width
         self.model = model
         self.layers = layers
         self.visible = visible_of(layers)
 
     def forward(
         self,
-        token: Int[Tensor, " rows"],
-        position: Int[Tensor, " rows"],
-        places: Int[Tensor, " rows"],
+        tokens: Int[Tensor, "rows width"],
+        positions: Int[Tensor, "rows width"],
+        places: Int[Tensor, " fed"],
         masks: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
-    ) -> Float[Tensor, "rows vocabulary"]:
-        cache = DecodeCache(self.layers, self.visible, places, masks, keys, values)
+    ) -> Float[Tensor, "fed vocabulary"]:
+        cache = DecodeCache(self.layers, self.visible, places, masks, keys, values, self.width)
         out = decoder(self.model)(
-            input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache
+            input_ids=tokens, position_ids=positions, use_cache=False, cache=cache
         )
-        return head(self.model).logits(head_input(self.model, out.last_hidden_state[:, 0]))
+        last = out.last_hidden_state.flatten(0, 1)
+        return head(self.model).logits(head_input(self.model, last))
 
 
 @torch.inference_mode()
-def trace_step(model: PreTrainedModel, layers: Sequence[Layer | StateLayer]) -> Step:
+def trace_step(
+    model: PreTrainedModel, layers: Sequence[Layer | StateLayer], width: int = 1
+) -> Step:
     """Returns the step as a graph for any number of rows and columns; without a graph, with a
-    warning, if it would compute something else."""
-    step = NextLogits(model, layers)
+    warning, if it would compute something else. width: tokens of each row in one pass."""
+    step = NextLogits(model, layers, width)
     reason = "it gives other logits than the model"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = torch.jit.trace(step, _example(step, rows=3, used=5), check_trace=False)
-        for rows, used in ((1, 2), (5, 9), (3, 5)):
+            longer = width - 1
+            example = _example(step, rows=3, used=5 + longer)
+            graph = torch.jit.trace(step, example, check_trace=False)
+        for rows, used in ((1, 2 + longer), (5, 9 + longer), (3, 5 + longer)):
             # Each with inputs of its own, because a step advances states.
             own, expected = (one(*_example(step, rows, used)) for one in (graph, step))
             if not torch.allclose(own, expected, rtol=1e-2, atol=1e-3):
@@ -83,6 +91,7 @@ def _example(step: NextLogits, rows: int, used: int) -> tuple[object, ...]:
     cache = Cache(step.layers, rows, used, weight.dtype, weight.device)
     for x in (*cache.keys, *cache.values):
         x.copy_(torch.randn(x.shape, generator=random))
-    token = torch.randint(len(weight), (rows,), generator=random).to(weight.device)
-    position = torch.arange(used - 1, used - 1 - rows, -1, device=weight.device).clamp(min=0)
-    return token, position, *cache.newest(position, used)
+    tokens = torch.randint(len(weight), (rows, step.width), generator=random).to(weight.device)
+    last = torch.arange(used - step.width, used - step.width - rows, -1, device=weight.device)
+    positions = last.clamp(min=0)[:, None] + torch.arange(step.width, device=weight.device)
+    return tokens, positions, *cache.newest(positions, used)

@@ -24,7 +24,7 @@ from areal_x_torch import delta_chunks, masks, temperature
 from areal_x_torch.attention import Sinks, by_formula
 from areal_x_torch.delta_rule import Heads, Mixed, convolved_after, rule_inputs
 from areal_x_torch.masks import Visible, seen_of
-from areal_x_torch.model import decoder
+from areal_x_torch.model import decoder, has_vision
 
 ATTENTION = "areal_x_cache"
 
@@ -80,6 +80,11 @@ class ProbeCache:
         return torch.zeros_like(parts.gate)
 
 
+def attend_to_cache(model: PreTrainedModel) -> None:
+    """Lets a model's attention read and write these caches."""
+    model.set_attn_implementation({"text_config": ATTENTION} if has_vision(model) else ATTENTION)
+
+
 @torch.inference_mode()
 def layers_of(model: PreTrainedModel) -> list[Layer | StateLayer]:
     probe = ProbeCache()
@@ -117,6 +122,11 @@ class Cache:
             for kept, width in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
                 kept.append(torch.zeros(rows, columns, layer.kv_heads, width, **make))
 
+    def like(self, layers: Sequence[Layer | StateLayer]) -> Cache:
+        """Returns an empty cache of another model's layers, for the same rows and columns."""
+        x = self.keys[0]
+        return Cache(layers, len(x), self.columns, x.dtype, x.device)
+
     def begin(self, rows: slice) -> None:
         """Empties the states of rows. Columns are overwritten before they are read."""
         for layer, *both in zip(self.layers, self.keys, self.values, strict=True):
@@ -133,12 +143,13 @@ class Cache:
                     x[target, :used] = x[source, :used]
 
     def newest(
-        self, own: Int[Tensor, " rows"], used: int
+        self, own: Int[Tensor, "rows width"], used: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Returns the tensors of a `DecodeCache` for the first rows, whose newest tokens are in the
         columns `own`. used: columns of the longest row."""
-        places = torch.arange(0, len(own) * self.columns, self.columns, device=own.device) + own
-        columns, own = torch.arange(used, device=own.device), own[:, None]
+        first = torch.arange(0, len(own) * self.columns, self.columns, device=own.device)
+        places = (first[:, None] + own).flatten()
+        columns, own = torch.arange(used, device=own.device), own[..., None]
         masks = []
         for seen in self.visible:
             hidden = columns > own
@@ -149,7 +160,7 @@ class Cache:
             mask = torch.zeros(
                 hidden.shape, dtype=self.keys[0].dtype, device=own.device
             ).masked_fill_(hidden, -math.inf)
-            masks.append(mask[:, None, None])
+            masks.append(mask[:, None])
         return places, masks, self.keys, self.values
 
 
@@ -260,18 +271,20 @@ class PrefillCache:
 
 @dataclass(frozen=True)
 class DecodeCache:
-    """A forward pass of one token for each of the first rows, which sees all before it.
+    """A forward pass of the newest `width` tokens of each of the first rows, which see all before
+    them.
 
-    places: its column in the flattened rows. masks: for each rule in `visible`, 0 at visible columns
-    and minus infinity elsewhere.
+    places: their columns in the flattened rows. masks: for each rule in `visible`, 0 at visible
+    columns and minus infinity elsewhere.
     """
 
     layers: Sequence[Layer | StateLayer]
     visible: Sequence[Visible]
-    places: Int[Tensor, " rows"]
-    masks: Sequence[Float[Tensor, "rows 1 1 used"]]
+    places: Int[Tensor, " fed"]
+    masks: Sequence[Float[Tensor, "rows 1 width used"]]
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    width: int = 1
 
     def attend(
         self,
@@ -290,20 +303,24 @@ class DecodeCache:
         kv_heads = key.shape[1]
         both: list[Tensor] = []
         for x, new in ((self.keys[index], key), (self.values[index], value)):
-            x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, new[:, :, 0])
+            tokens = new.transpose(1, 2).flatten(0, 1)
+            x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, tokens)
             both.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
         keys, values = both
         if softcap is not None or sinks is not None:
             return by_formula(query, keys, values, mask[:, :, None], scale, softcap, sinks)
-        # Heads that share keys become the length of the queries: nothing is repeated.
-        grouped = query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1])
+        # Heads that share keys become the length of the queries: no key is repeated.
+        group = heads // kv_heads
+        grouped = query.reshape(rows, kv_heads, group * self.width, query.shape[-1])
+        if self.width > 1:
+            mask = mask.repeat(1, 1, group, 1)
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return attended.reshape(rows, heads, 1, -1)
+        return attended.reshape(rows, heads, self.width, -1)
 
-    def positions(self, layer: int) -> Int[Tensor, "rows 1"]:
+    def positions(self, layer: int) -> Int[Tensor, "rows width"]:
         """Returns the positions of the tokens of a pass."""
         columns = self.keys[index_of(self.layers, layer)].shape[1]
-        return (self.places % columns)[:, None]
+        return (self.places % columns).view(-1, self.width)
 
     def mix(self, layer: Any, parts: Mixed) -> Tensor:
         index, rows = index_of(self.layers, layer.layer_idx), parts.channels.shape[0]

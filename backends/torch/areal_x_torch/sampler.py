@@ -13,7 +13,7 @@ sampling is in one place. That token is text: a prompt that ends in an image is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -23,19 +23,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_x.engines.lanes import Lanes, lanes_on_cpu
+from areal_x.engines.speculation import taken
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
+from areal_x.protocols.speculation import NOTHING, Guesses, Speculation
 from areal_x.runtime import cores
 from areal_x.types import Kept
-from areal_x_torch import fp8, lora, prompt_images
+from areal_x_torch import fp8, lora
 from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
-from areal_x_torch.images import counts_in_three, sees
-from areal_x_torch.kv_cache import ATTENTION, Cache, PrefillCache, layers_of
-from areal_x_torch.model import decoder, has_vision, named_tensors
+from areal_x_torch.images import sees
+from areal_x_torch.kv_cache import Cache, attend_to_cache, layers_of
+from areal_x_torch.model import named_tensors
+from areal_x_torch.prefill import prefill
 from areal_x_torch.sampling import RowSampling, sample, uniform
+from areal_x_torch.speculation import Guesser, guessers
 
-CHUNK = 512  # columns of a prefill: bounds the memory of long prompts
 PREFILL = 8192  # tokens of all prompts in a prefill
 
 
@@ -45,6 +48,7 @@ class Rows:
 
     token: the newest, not yet in the cache. column: its own. shift: its position minus its column,
     which differ after images. generated: how many tokens were generated. limit: most to generate.
+    history: all its tokens, for guesses from these; else without columns.
     """
 
     slot: np.ndarray
@@ -59,15 +63,24 @@ class Rows:
     top_k: np.ndarray
     min_p: np.ndarray
     stops: np.ndarray
+    history: np.ndarray
 
     @staticmethod
-    def none() -> Rows:
+    def none(columns: int = 0) -> Rows:
         whole, real = np.zeros(0, np.int64), np.zeros(0, np.float32)
         seeds, stops = np.zeros((0, 2), np.uint32), np.zeros((0, 0), np.int64)
-        return Rows(whole, whole, whole, whole, whole, whole, seeds, real, real, whole, real, stops)
+        history = np.zeros((0, columns), np.int32)
+        first = whole, whole, whole, whole, whole, whole, seeds
+        return Rows(*first, real, real, whole, real, stops, history)
 
     @staticmethod
-    def of(requests: Sequence[SlotRequest], context: int, shifts: Sequence[int]) -> Rows:
+    def of(
+        requests: Sequence[SlotRequest], context: int, shifts: Sequence[int], columns: int
+    ) -> Rows:
+        """columns: of the history."""
+        history = np.zeros((len(requests), columns), np.int32)
+        for row, request in zip(history, requests, strict=True):
+            row[: len(request.tokens)] = request.tokens[:columns]
         sampling = [r.sampling for r in requests]
         lengths = [len(r.tokens) for r in requests]
         limits = [
@@ -93,6 +106,7 @@ class Rows:
                 [(*s.stop_token_ids, *[-1] * (most - len(s.stop_token_ids))) for s in sampling],
                 np.int64,
             ),
+            history=history,
         )
 
     def __len__(self) -> int:
@@ -125,11 +139,10 @@ class Sampler(Lanes):
         context: int,
         dtype: torch.dtype,
         lanes: int | None = None,
+        speculation: Speculation = NOTHING,
     ) -> None:
         self.model = lora.remove_adapters(copy.deepcopy(model)).requires_grad_(False)
-        self.model.set_attn_implementation(
-            {"text_config": ATTENTION} if has_vision(model) else ATTENTION
-        )
+        attend_to_cache(self.model)
         for p in self.model.parameters():
             p.data = p.data.to(dtype)
         fp8.round_weights(self.model)
@@ -144,11 +157,20 @@ class Sampler(Lanes):
             )
             raise UserError(f"the embedded engine cannot be used: set {wanted}") from error
         step = trace_step(self.model, layers)
-        caches = [Cache(layers, slots // count, context, dtype, model.device) for _ in range(count)]
+        # Guesses are computed at columns beyond the last token.
+        columns = context + (speculation.tokens if speculation.active else 0)
+        caches = [Cache(layers, slots // count, columns, dtype, model.device) for _ in range(count)]
+        each: Sequence[Guesser | None] = [None] * count
+        if speculation.active:
+            each = guessers(speculation, self.model, layers, caches, context)
+        made = [
+            Lane(self.model, step, cache, context, guesser)
+            for cache, guesser in zip(caches, each, strict=True)
+        ]
         begin = (
             partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None
         )
-        super().__init__([Lane(self.model, step, cache) for cache in caches], self._copy_in, begin)
+        super().__init__(made, self._copy_in, begin)
 
     @torch.inference_mode()
     def _copy_in(self, snapshot: Mapping[str, Tensor]) -> list[None]:
@@ -161,20 +183,32 @@ class Sampler(Lanes):
 
 class Lane:
     """Slots that decode together. step: computes the logits after the newest tokens
-    (areal_x_torch.decode_step)."""
+    (areal_x_torch.decode_step). guesser: what guesses ahead, if anything does."""
 
-    def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        step: Step,
+        cache: Cache,
+        context: int,
+        guesser: Guesser | None = None,
+    ) -> None:
         self.model = model
         self.supports_images = sees(model.config)
-        self.slots, self.context = len(cache.keys[0]), cache.columns
+        self.slots, self.context = len(cache.keys[0]), context
         self._step = step
         self._loaded = False
         self._cache = cache
-        self._rows = Rows.none()
+        self._guesser = guesser
+        self._draft = None if guesser is None else guesser.draft
+        self._caches = [cache, *([] if self._draft is None else [self._draft.cache])]
+        looks_up = guesser is not None and self._draft is None
+        self._history = cache.columns if looks_up else 0
+        self._rows = Rows.none(self._history)
 
     def load(self, weights: None) -> None:
         """The model has new weights: what was computed with others is forgotten."""
-        self._rows = Rows.none()
+        self._rows = Rows.none(self._history)
         self._loaded = True
 
     def free(self, slots: Sequence[int]) -> None:
@@ -197,13 +231,15 @@ class Lane:
         ):
             first = len(self._rows)
             filled = [alike[i][0] for i in group]
-            shifts = self._prefill(filled)
+            shifts = prefill(self.model, self._cache, first, filled)
+            if self._draft is not None:
+                self._draft.prefill(first, filled)
             for source, i in enumerate(group):
                 for request in alike[i][1:]:
-                    self._cache.move(first + source, first + len(filled), len(request.tokens) - 1)
+                    self._move(first + source, first + len(filled), len(request.tokens) - 1)
                     filled.append(request)
                     shifts.append(shifts[source])
-            self._rows = self._rows.join(Rows.of(filled, self.context, shifts))
+            self._rows = self._rows.join(Rows.of(filled, self.context, shifts, self._history))
 
     @torch.inference_mode()
     def decode(self, steps: int, until_free: int) -> Decoded:
@@ -215,11 +251,62 @@ class Lane:
             counts=np.zeros(self.slots, np.int32),
             finished=np.zeros(self.slots, bool),
         )
-        taken = 0
         kept: dict[int, list[Kept]] = {}
-        while taken < steps and len(self._rows) and decoded.finished.sum() < until_free:
-            taken += self._decode_until_one_stops(decoded, kept, taken, steps)
-        return replace(decoded, kept={slot: Kept.joined(parts) for slot, parts in kept.items()})
+        most, guesses = 0, Guesses()
+        while most < steps and len(self._rows) and decoded.finished.sum() < until_free:
+            if self._guesser is None:
+                most += self._decode_until_one_stops(decoded, kept, most, steps)
+            else:
+                guesses += self._decode_guessed(self._guesser, decoded, kept, steps)
+                most = int(decoded.counts.max())
+        joined = {slot: Kept.joined(parts) for slot, parts in kept.items()}
+        return replace(decoded, kept=joined, guesses=guesses)
+
+    def _decode_guessed(
+        self, guesser: Guesser, decoded: Decoded, kept: dict[int, list[Kept]], steps: int
+    ) -> Guesses:
+        """Grows all rows by one pass of the model over their newest tokens and guesses of the next
+        ones; removes those that finish. See areal_x.engines.speculation."""
+        rows, device = self._rows, self.model.device
+        grown = decoded.counts[rows.slot]
+        ahead = np.arange(1 + guesser.tokens)
+        uniforms = uniform(rows.seed, rows.generated[:, None] + ahead)
+        guessed = guesser(rows, uniforms[:, :-1])
+        tried = (guessed >= 0).any()
+        if not tried:
+            guessed, uniforms, ahead = guessed[:, :0], uniforms[:, :1], ahead[:1]
+        fed = np.concatenate([rows.token[:, None], np.maximum(guessed, 0)], axis=1)
+        columns = rows.column[:, None] + ahead
+        # What is computed past the context is never taken.
+        positions = np.minimum(columns, self.context - 1) + rows.shift[:, None]
+        own = [torch.from_numpy(x).to(device) for x in (fed, positions, columns)]
+        step = guesser.verify if tried else self._step
+        logits = step(*own[:2], *self._cache.newest(own[2], int(columns.max()) + 1))
+        width = len(ahead)
+        wide = (np.repeat(x, width) for x in (rows.temperature, rows.top_p, rows.top_k, rows.min_p))
+        numbers = torch.from_numpy(uniforms.reshape(-1, 1)).to(device)
+        token, logprob, mask = sample(logits, numbers, RowSampling.of(*wide, device))
+        tokens = token.cpu().numpy().reshape(-1, width)
+        left = np.minimum(rows.limit - rows.generated, steps - grown)
+        counts, stopped = taken(np, tokens, guessed, rows.stops, left)
+        row, place = np.nonzero(counts)
+        where = rows.slot[row], grown[row] + place
+        decoded.tokens[where] = tokens[row, place]
+        decoded.logprobs[where] = logprob.cpu().numpy().reshape(-1, width)[row, place]
+        if mask is not None:
+            mask &= torch.from_numpy(counts.reshape(-1, 1)).to(device)
+            _keep(kept, np.repeat(rows.slot, width), mask)
+        if self._history:
+            rows.history[row, rows.column[row] + 1 + place] = tokens[row, place]
+        more = counts.sum(1)
+        decoded.counts[rows.slot] += more.astype(np.int32)
+        rows.token = tokens[np.arange(len(rows)), more - 1]
+        rows.column, rows.generated = rows.column + more, rows.generated + more
+        done = stopped | (rows.generated >= rows.limit)
+        decoded.finished[rows.slot[done]] = True
+        found = Guesses(len(rows), int((guessed >= 0).sum()), int((more - 1).sum()))
+        self._drop(done)
+        return found
 
     def _decode_until_one_stops(
         self, decoded: Decoded, kept: dict[int, list[Kept]], taken: int, steps: int
@@ -236,19 +323,14 @@ class Lane:
         used = int(rows.column.max()) + 1
         left = rows.limit - rows.generated
         for step in range(len(ahead)):
-            logits = self._step(token, column + shift, *self._cache.newest(column, used + step))
+            newest = self._cache.newest(column[:, None], used + step)
+            logits = self._step(token[:, None], (column + shift)[:, None], *newest)
             token, logprob, mask = sample(logits, uniforms[:, step, None], row_sampling)
             column = column + 1
             decoded.tokens[rows.slot, taken + step] = generated = token.cpu().numpy()
             decoded.logprobs[rows.slot, taken + step] = logprob.cpu().numpy()
             if mask is not None:
-                row, ids = mask.nonzero().cpu().numpy().astype(np.int32).T
-                counts = np.bincount(row, minlength=len(rows)).astype(np.int32)
-                ends = np.cumsum(counts)
-                for one in np.flatnonzero(counts):
-                    here = slice(ends[one] - counts[one], ends[one])
-                    part = Kept(counts[one, None], ids[here])
-                    kept.setdefault(int(rows.slot[one]), []).append(part)
+                _keep(kept, rows.slot, mask)
             done = (generated[:, None] == rows.stops).any(-1) | (left == step + 1)
             if done.any():
                 break
@@ -263,47 +345,9 @@ class Lane:
         self._drop(done)
         return grown
 
-    def _prefill(self, requests: Sequence[SlotRequest]) -> list[int]:
-        """Writes the keys and values of these sequences except their last tokens, longest first,
-        into the rows after those in use; returns the position of each last token minus its
-        column."""
-        rows, longest = len(requests), len(requests[0].tokens)
-        tokens, positions = (
-            np.zeros((rows, longest), np.int64),
-            np.zeros((3, rows, longest), np.int64),
-        )
-        positions[:] = np.arange(longest)
-        spans: list[list[tuple[int, int]]] = [[] for _ in requests]
-        for row, request in enumerate(requests):
-            length = len(request.tokens)
-            tokens[row, :length] = request.tokens
-            if request.images is not None:
-                positions[:, row, :length], spans[row] = prompt_images.places_of(
-                    self.model, request
-                )
-        looked = prompt_images.encode_images(self.model, requests, longest)
-        read, embed = decoder(self.model), self.model.get_input_embeddings()
-        self._cache.begin(slice(len(self._rows), len(self._rows) + rows))
-        for start, stop in chunks(longest - 1, [span for of_row in spans for span in of_row]):
-            # Padding writes beyond its row's end, where decoding overwrites it before it is read.
-            left = [len(request.tokens) - 1 - start for request in requests]
-            rows = sum(tokens > 0 for tokens in left)
-            here = slice(start, stop)
-            chunk = torch.from_numpy(tokens[:rows, here]).to(self.model.device)
-            inputs = {"input_ids": chunk} if looked is None else looked.inputs(embed(chunk), start)
-            # A text model has one position per token; for text, the three of a vision-language model
-            # are equal.
-            three = looked is not None and counts_in_three(self.model.config)
-            own = torch.from_numpy(
-                positions[:, :rows, here] if three else positions[0, :rows, here]
-            )
-            width = chunk.shape[1]
-            real = tuple(min(tokens, width) for tokens in left[:rows])
-            first = len(self._rows)
-            cache = PrefillCache(self._cache, first, rows, start, width, real, spans[:rows])
-            read(**inputs, position_ids=own.to(chunk.device), use_cache=False, cache=cache)
-        ends = [len(request.tokens) - 1 for request in requests]
-        return [int(positions[0, row, end]) - end for row, end in enumerate(ends)]
+    def _move(self, source: int, target: int, used: int) -> None:
+        for cache in self._caches:
+            cache.move(source, target, used)
 
     def _drop(self, done: np.ndarray) -> None:
         """Forgets rows; the last ones move into the gaps."""
@@ -312,21 +356,18 @@ class Lane:
         for gap in np.flatnonzero(done)[::-1]:
             last = len(order) - 1
             if gap != last:
-                self._cache.move(last, int(gap), int(rows.column[order[last]]))
+                self._move(last, int(gap), int(rows.column[order[last]]))
                 order[gap] = order[last]
             order = order[:last]
         self._rows = rows.take(order)
 
 
-def chunks(columns: int, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yields where the chunks of a prefill begin and end: at most CHUNK columns each, and as many more
-    as an image that sees itself whole needs. spans: where, in any row, such an image begins and ends."""
-    start = 0
-    while start < columns:
-        stop = start + CHUNK
-        for first, end in sorted(spans):
-            if first < stop < end:
-                stop = end
-        stop = min(stop, columns)
-        yield start, stop
-        start = stop
+def _keep(kept: dict[int, list[Kept]], slots: np.ndarray, mask: Tensor) -> None:
+    """Adds what each position kept to its slot's, in order. mask: `[positions, vocabulary]`, empty
+    for positions that report nothing."""
+    row, ids = mask.nonzero().cpu().numpy().astype(np.int32).T
+    counts = np.bincount(row, minlength=len(slots)).astype(np.int32)
+    ends = np.cumsum(counts)
+    for one in np.flatnonzero(counts):
+        here = slice(ends[one] - counts[one], ends[one])
+        kept.setdefault(int(slots[one]), []).append(Kept(counts[one, None], ids[here]))

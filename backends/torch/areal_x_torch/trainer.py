@@ -26,6 +26,7 @@ from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
 from areal_x.protocols.expert_load import max_violation
 from areal_x.protocols.shares import Shares, blank_row, own_rows
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait, is_max_reduced
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.runtime.interrupts import raise_if_interrupted
@@ -434,7 +435,7 @@ class Trainer(HuggingFaceTrainer):
         # All processes gather it; the first one, which has the sampler, keeps it.
         return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
 
-    def sampler(self, slots: int, context: int) -> Any:
+    def sampler(self, slots: int, context: int, speculation: Speculation = NOTHING) -> Any:
         from areal_x_torch.sampler import Sampler
 
         self.need_head("sampler", "policy")
@@ -444,7 +445,7 @@ class Trainer(HuggingFaceTrainer):
         of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)
         if not own and self.config.precision == "fp8":
             fp8.install(of)
-        return Sampler(of, slots, context, self.dtype)
+        return Sampler(of, slots, context, self.dtype, speculation=speculation)
 
     @property
     def writes(self) -> bool:
