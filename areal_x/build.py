@@ -239,6 +239,7 @@ class Factory(ModelFactory):
             lora=self.trainer.lora if self.trainer.lora.rank else None,
             experts=self.trainer.replay_experts,
             kept=may_truncate(self.workflow),
+            speculation=self.speculation,
             bindings=gin.config_str(),
         )
         scorer = self.compared_with(trainer, workflow)
@@ -290,6 +291,7 @@ class Factory(ModelFactory):
             "trainer_here": self.cluster == trainers.HERE,
             "kept": not self.serving and may_truncate(workflow),
             "sleeps": self.colocate,
+            "speculation": self.speculation,
         }
         if self.engine == "sglang":
             from areal_x.engines.sglang.engine import SGLangEngine

@@ -125,7 +125,9 @@ def findings(config: Config) -> Iterator[Finding]:
     if engine == "sglang":
         yield look(
             "servers",
-            lambda: servers.check_sglang_servers(settings.sglang, settings.places_servers),
+            lambda: servers.check_sglang_servers(
+                settings.sglang, settings.places_servers, settings.speculation
+            ),
         )
     if callable(path) and problems:
         yield Finding(

@@ -14,6 +14,7 @@ from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.fleet.addresses import server_urls
 from areal_x.engines.fleet.config import FleetConfig
 from areal_x.engines.fleet.division import check_division
+from areal_x.engines.fleet.speculation import check_run as check_speculation
 from areal_x.engines.sampling_checks import check_distribution
 from areal_x.engines.sglang.config import SGLangConfig
 from areal_x.engines.sglang.config import check_run as check_sglang_run
@@ -258,6 +259,7 @@ class Settings:
         if self.engine == "sglang":
             sampling = self.workflow.sampling_params()
             check_sglang_run(self.sglang, self.cluster == HERE, self.placement.shards, sampling)
+        self._check_speculation()
         if self.placement.shards:
             self._check_shards()
         for binding, context in (
@@ -271,6 +273,16 @@ class Settings:
                     " to fit its row"
                 )
                 raise ConfigError(binding, context, wanted)
+
+    def _check_speculation(self) -> None:
+        """Raises: ConfigError for guesses that the engine cannot make."""
+        if self.speculation.active and self.engine == "none":
+            wanted = "'none' with train.engine = 'none', which generates nothing"
+            raise ConfigError("speculation.method", self.speculation.method, wanted)
+        if self.fleet is not None:
+            sampling = self.workflow.sampling_params()
+            experts = self.trainer.replay_experts
+            check_speculation(self.speculation, self.fleet, sampling, experts)
 
     def _check_truncated(self) -> None:
         """Raises: ConfigError for what truncated sampling excludes: servers as the reference or

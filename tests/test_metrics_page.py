@@ -19,6 +19,7 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.monitor.step_metrics import describe_groups, throughput
 from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.speculation import Speculation
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
@@ -78,6 +79,7 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
         share_prompts=True,
         max_staleness=1,
         workflow=TRUNCATED,
+        speculation=Speculation(method="ngram", shortest=1),
     )
     keys |= written_by(
         **offline, name="sft", algorithm=recipes.sft(), workflow=Demonstrations(), dataset=answered, held_out=answered

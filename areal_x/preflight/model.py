@@ -62,6 +62,7 @@ def other_models(settings: Settings) -> dict[str, Path]:
     paths: dict[str, Any] = {
         "train.teacher": settings.teacher if needs & {"teacher", "teacher_logits"} else None,
         "train.reference": settings.reference if "reference" in needs else None,
+        "speculation.draft": settings.speculation.draft or None,
         "critic.path": settings.critic.path if "values" in needs else None,
         "learned_reward.path": workflow.path if isinstance(workflow, LearnedReward) else None,
     }

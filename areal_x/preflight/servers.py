@@ -16,6 +16,7 @@ from areal_x.engines.sglang import engine as sglang_engine
 from areal_x.engines.sglang.client import SGLangClient
 from areal_x.engines.sglang.config import SGLangConfig
 from areal_x.engines.sglang.installed import installed
+from areal_x.engines.sglang.server import check_exact
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.gate import unprotected_warning
@@ -24,6 +25,7 @@ from areal_x.engines.vllm.transports import TRANSPORTS, check_machine
 from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.preflight.model import Model
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.runtime import open_files
 from areal_x.runtime.loop import run
 from areal_x.settings import Settings
@@ -52,9 +54,11 @@ def check_engine_servers(
     return "; ".join([found, *file_warnings])
 
 
-def check_sglang_servers(config: SGLangConfig, placed: bool = False) -> str:
+def check_sglang_servers(
+    config: SGLangConfig, placed: bool = False, speculation: Speculation = NOTHING
+) -> str:
     """Checks the SGLang servers that generate. placed: the run starts them on the nodes of a cluster,
-    each of which looks for its own SGLang.
+    each of which looks for its own SGLang. speculation: tokens that they are to guess ahead.
 
     Raises: UserError or EngineError for the first one that cannot be used.
     """
@@ -63,6 +67,7 @@ def check_sglang_servers(config: SGLangConfig, placed: bool = False) -> str:
         return "; ".join([on_nodes(config), *file_warnings])
     if not config.urls:
         found = installed(config.python)
+        check_exact(speculation, found.is_cpu)
         kind = "CPU" if found.is_cpu else "GPU"
         will = f"{config.servers} will be started, by SGLang {found.version} for {kind}"
         return "; ".join([will, *file_warnings])

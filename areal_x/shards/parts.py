@@ -20,6 +20,7 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.hf.config_defaults import vocabulary_of
 from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.speculation import Speculation
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.protocols.workflow import Workflow
 from areal_x.runtime import open_files
@@ -59,6 +60,9 @@ class VLLMParts:
     kept: bool
     """Completions whose sampling truncates contain the tokens that it kept."""
 
+    speculation: Speculation
+    """Tokens that the servers guess ahead."""
+
     bindings: str
     """gin's, which configurables read when they are called."""
 
@@ -92,6 +96,7 @@ class VLLMParts:
             self.lora,
             self.experts,
             kept=self.kept,
+            speculation=self.speculation,
             starter=starter,
             trainer_here=False,
             first=first,

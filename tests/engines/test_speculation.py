@@ -121,7 +121,7 @@ def test_guesses_save_passes_and_are_counted(trainer: Trainer, guessing: Sampler
     if speculation.method == "draft":  # of itself
         assert total.passes == 4 * -(-30 // most)
     else:
-        assert total.passes < 0.7 * tokens
+        assert total.accepted > 20
     assert total.metrics["speculation/accepted_per_pass"] == total.accepted / total.passes
     assert total.metrics["speculation/accepted_share"] == total.accepted / total.drafted
 
@@ -188,49 +188,56 @@ def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 def test_weights_that_are_swapped_in_the_middle(
-    backend: str, trainer: Trainer, speculation: Speculation, tmp_path: Path
+    backend: str, trainer: Trainer, plain: Sampler, speculation: Speculation, tmp_path: Path
 ) -> None:
-    """Each token has the version and the log-probability of the weights that sampled it, and is the one that an engine
-    without guesses samples after the same swap."""
-    other_dir = write_model(tmp_path, seed=11)
-    other = trainer_of(backend, other_dir)
+    """Each token has the version and the log-probability of the weights that sampled it, and is the one
+    that these sample there without guesses."""
+    other = trainer_of(backend, write_model(tmp_path, seed=11))
     other.version = 1
     requests = [repeating(slot, 60, temperature=0.4) for slot in range(4)]
 
-    async def generate(speculation: Speculation) -> tuple[list[Any], dict[str, float]]:
+    async def generate() -> tuple[list[Any], dict[str, float]]:
         engine = EmbeddedEngine(trainer.sampler(SLOTS, CONTEXT, speculation))
         await engine.start()
         await engine.swap(engine.stage(trainer, version=0))
-        decode, swapped = engine._sampler.decode, asyncio.Event()
+        decode, begun = engine._sampler.decode, asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def few(steps: int, until_free: int) -> Any:
-            """Ten tokens before the swap, the rest after it."""
-            if not swapped.is_set() and engine.version == 0:
-                decoded = decode(10, until_free)
-                loop.call_soon_threadsafe(swapped.set)
-                return decoded
-            return decode(steps, until_free)
+            """At most ten tokens before the swap, and one while it waits."""
+            if engine.version == 1:
+                return decode(steps, until_free)
+            if not begun.is_set():
+                loop.call_soon_threadsafe(begun.set)
+                return decode(10, until_free)
+            with engine._changed:
+                engine._changed.wait_for(lambda: engine._swaps)
+            return decode(1, until_free)
 
         engine._sampler.decode = few  # type: ignore[method-assign]
         futures = engine.submit([Request(r.tokens, r.sampling, r.seed) for r in requests])
-        await swapped.wait()
+        await begun.wait()
         await engine.swap(engine.stage(other))
         completions = await asyncio.gather(*futures)
         metrics = engine.balance(0.0, 0.0)
         await engine.close()
         return completions, metrics
 
-    found, metrics = asyncio.run(generate(speculation))
+    found, metrics = asyncio.run(generate())
     assert metrics["speculation/accepted_per_pass"] > 0
+    before, of_other = sample_with_kept(plain, requests), sampler_of(other)
     for request, completion in zip(requests, found, strict=True):
-        assert set(completion.versions.tolist()) == {0, 1}
-        assert (np.diff(completion.versions) >= 0).all()
-        whole = np.concatenate([request.tokens, completion.tokens])
-        tables = [Reference(d).distributions(whole, 0.4) for d in (trainer.directory, other_dir)]
-        at = len(request.tokens) - 1 + np.arange(len(completion.tokens))
-        expected = [tables[v][i, t] for v, i, t in zip(completion.versions, at, completion.tokens, strict=True)]
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        old = int((completion.versions == 0).sum())
+        assert completion.versions.tolist() == [0] * old + [1] * (60 - old)
+        assert 1 <= old <= 12
+        tokens, logprobs, _ = before[request.slot]
+        assert completion.tokens[:old].tolist() == tokens[:old]
+        np.testing.assert_allclose(completion.logprobs[:old], logprobs[:old], atol=1e-5)
+        so_far = np.concatenate([request.tokens, completion.tokens[:old]])
+        rest = SlotRequest(request.slot, so_far, old, request.sampling, request.seed)
+        tokens, logprobs, _ = sample_with_kept(of_other, [rest])[request.slot]
+        assert completion.tokens[old:].tolist() == tokens
+        np.testing.assert_allclose(completion.logprobs[old:], logprobs, atol=1e-5)
 
 
 # The rules, as arrays.

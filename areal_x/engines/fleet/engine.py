@@ -37,6 +37,7 @@ from areal_x.engines.fleet.elastic import Elastic
 from areal_x.engines.fleet.probe import probe_prompt
 from areal_x.engines.fleet.publisher import Publisher
 from areal_x.engines.fleet.replica import DirectSender, ExternalServer, Replica
+from areal_x.engines.fleet.speculation import check_draft
 from areal_x.engines.fleet.stager import Stager
 from areal_x.engines.fleet.supervisor import Supervisor
 from areal_x.engines.fleet.widths import check_model
@@ -50,6 +51,7 @@ from areal_x.protocols.engine import (
     Staged,
     max_new_tokens,
 )
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Scorer
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.runtime import open_files
@@ -78,6 +80,7 @@ class FleetEngine(Engine, Generic[C]):
             staged; None skips the comparison with the trainer.
         starter: starts the run's servers, by default on this machine.
         trainer_here: the trainer is in this process.
+        speculation: tokens that servers guess ahead.
         sleeps: the servers share the trainer's accelerators: see `sleep`.
         first: number of the first server that it starts, among all of the run.
         seeds: each start of a server takes the next one, by default 0, 1, …
@@ -101,6 +104,7 @@ class FleetEngine(Engine, Generic[C]):
         seeds: Iterator[int] | None = None,
         kept: bool = False,
         sleeps: bool = False,
+        speculation: Speculation = NOTHING,
     ) -> None:
         self.config = config
         self.model = model
@@ -109,6 +113,7 @@ class FleetEngine(Engine, Generic[C]):
         self.experts = experts
         self.kept = kept
         self.sleeps = sleeps
+        self.speculation = speculation
         self.context = config.context or model_context(model, config.binding)
         self.concurrency = config.requests
         self.version = 0
@@ -148,6 +153,7 @@ class FleetEngine(Engine, Generic[C]):
         self.elastic = Elastic(config, self.supervisor, self._starter, self._own, report)
         self._warned: set[str] = set()  # servers whose protection was looked at
         self._check_widths()
+        check_draft(speculation, model)
         self.check(trainer_here)
 
     def _check_widths(self) -> None:
@@ -246,7 +252,9 @@ class FleetEngine(Engine, Generic[C]):
             "kept": self.kept,
             "sleeps": self.sleeps,
             "lora_rank": self.lora.rank if self.lora else 0,
-            "metrics": config.adaptive,
+            # Guesses are counted in the server's log.
+            "metrics": config.adaptive or self.speculation.active,
+            "speculation": self.speculation,
             "widths": config.widths,
             "arguments": config.arguments,
         }

@@ -25,6 +25,7 @@ from areal_x.engines.fleet.connections import OutOfFiles
 from areal_x.engines.fleet.server_log import LAST_BYTES, failure_in, last_line_in, read_log
 from areal_x.engines.fleet.widths import Widths
 from areal_x.errors import ConfigError, UserError
+from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.runtime import guard
 from areal_x.runtime.waits import waiting
 
@@ -89,6 +90,8 @@ class Launch(ABC):
     """True counts what `Client.load_figures` returns."""
     widths: Widths = field(default_factory=Widths)
     """The parallel sizes."""
+    speculation: Speculation = NOTHING
+    """Tokens that it guesses ahead."""
     arguments: Sequence[str] = ()
     part: Part | None = None
     """The part of the server that this is; None if it is on one host."""

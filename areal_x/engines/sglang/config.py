@@ -21,6 +21,10 @@ OWN = {
     "--weight-version": "tokens are traced by the versions that the engine sets",
     "--use-ray": "what the launcher changes in SGLang does not reach processes that Ray starts",
 }
+TYPED = (
+    "speculation.method = 'ngram' has SGLang guess, and refuses what it would not sample exactly"
+)
+OWN |= dict.fromkeys(("--speculative-algorithm", "--speculative-algo"), TYPED)
 SEEDED = "--enable-deterministic-inference"
 
 

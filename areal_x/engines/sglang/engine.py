@@ -9,7 +9,7 @@ from areal_x.engines.fleet.engine import FleetEngine
 from areal_x.engines.sglang.client import SGLangClient
 from areal_x.engines.sglang.config import SGLangConfig
 from areal_x.engines.sglang.installed import installed
-from areal_x.engines.sglang.server import Launch
+from areal_x.engines.sglang.server import Launch, check_exact
 from areal_x.engines.sglang.weights import is_tied
 from areal_x.errors import ConfigError
 from areal_x.hf.model_dir import read_config
@@ -53,7 +53,7 @@ class SGLangEngine(FleetEngine[SGLangConfig]):
             raise ConfigError("trainer.replay_experts", True, wanted)
         check_head(self.model)
         if not self.config.urls and trainer_here:  # else the nodes that serve need it
-            installed(self.config.python)
+            check_exact(self.speculation, installed(self.config.python).is_cpu)
 
     @property
     def prove_every(self) -> int:

@@ -11,7 +11,9 @@ from areal_x.engines.fleet import server as servers
 from areal_x.engines.sglang import launcher
 from areal_x.engines.sglang.client import KIND, MARGIN, SGLangClient
 from areal_x.engines.sglang.installed import installed, interpreter
+from areal_x.errors import ConfigError
 from areal_x.hf.config_defaults import described_text, vocabulary_of
+from areal_x.protocols.speculation import Speculation
 
 CACHE_BYTES = 1 << 30  # of a server on a CPU, whose default would be most of the machine's memory
 # adapters that one batch may use, and that are kept before one is read again from its folder
@@ -58,6 +60,8 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
     sizes = {"--tp-size": widths.tensor, "--ep-size": widths.expert}
     arguments |= {name: str(size) for name, size in sizes.items() if size > 1}
     flags = []
+    if launch.speculation.active:
+        arguments |= guessing(launch.speculation, cpu)
     if launch.lora_rank:
         flags.append("--enable-lora")
         arguments |= {
@@ -92,6 +96,32 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         *flags,
         *launch.arguments,
     ]
+
+
+def guessing(speculation: Speculation, cpu: bool) -> dict[str, str]:
+    """Returns the arguments of speculative decoding: one chain of guesses, from n-grams.
+
+    Raises: ConfigError for SGLang on a CPU.
+    """
+    check_exact(speculation, cpu)
+    return {
+        "--speculative-algorithm": "NGRAM",
+        "--speculative-num-draft-tokens": str(speculation.tokens + 1),  # with the newest one
+        "--speculative-ngram-min-bfs-breadth": "1",
+        "--speculative-ngram-max-bfs-breadth": "1",
+        "--speculative-ngram-max-trie-depth": str(speculation.longest + speculation.tokens),
+    }
+
+
+def check_exact(speculation: Speculation, cpu: bool) -> None:
+    """Raises: ConfigError for SGLang on a CPU, where 0.5.23 checks guesses against the most likely
+    token, whatever the temperature (`_verify_uses_greedy`)."""
+    if speculation.active and cpu:
+        wanted = (
+            "'none' with SGLang on a CPU, where it takes the most likely token in place of a sampled"
+            " one beside guesses"
+        )
+        raise ConfigError("speculation.method", speculation.method, wanted)
 
 
 def server_context(launch: Launch) -> int:

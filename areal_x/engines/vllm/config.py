@@ -13,7 +13,12 @@ from areal_x.errors import ConfigError, at_least
 from areal_x.runtime.credentials import VLLM_KEY
 
 UNCOUNTED = "it takes accelerators that no setting counts"
-REFUSED = {"--prefill-context-parallel-size": UNCOUNTED, "-pcp": UNCOUNTED}
+TYPED = "speculation.method = 'ngram' or 'draft' has vLLM guess, with what it would report wrongly refused"
+REFUSED = {
+    "--prefill-context-parallel-size": UNCOUNTED,
+    "-pcp": UNCOUNTED,
+    **dict.fromkeys(("--speculative-config", "-sc", "--spec-method"), TYPED),
+}
 
 
 @gin.configurable("vllm")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from areal_x.engines.fleet import server as servers
 from areal_x.engines.fleet.addresses import LOCAL_HOSTS, LOOPBACK
@@ -21,6 +22,7 @@ from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import RECORD_EXPERTS
 from areal_x.errors import ConfigError
 from areal_x.hf.model_dir import read_config, text_config
+from areal_x.protocols.speculation import Speculation
 
 # keeps NCCL between processes of one machine off the network address that it listens on by default
 LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
@@ -86,6 +88,8 @@ def command(
         flags.append("--enforce-eager")
     elif launch.sleeps:
         flags.append("--enable-sleep-mode")  # on a CPU: areal_x.engines.vllm.cpu_sleep
+    if launch.speculation.active:
+        arguments["--speculative-config"] = speculative_config(launch.speculation)
     if launch.experts:
         flags.append(RECORD_EXPERTS)
     if has_vision(launch.model) and dialect.has(dialects.NORMALISATION):
@@ -114,6 +118,20 @@ def command(
         *flags,
         *launch.arguments,
     ]
+
+
+def speculative_config(speculation: Speculation) -> str:
+    """Returns the value of vLLM's --speculative-config."""
+    named: dict[str, Any] = {"num_speculative_tokens": speculation.tokens}
+    if speculation.method == "ngram":
+        named |= {"method": "ngram"}
+        named |= {
+            "prompt_lookup_max": speculation.longest,
+            "prompt_lookup_min": speculation.shortest,
+        }
+    else:
+        named |= {"method": "draft_model", "model": str(Path(speculation.draft).resolve())}
+    return json.dumps(named)
 
 
 def check_mixture(launch: Launch) -> None:
