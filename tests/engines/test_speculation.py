@@ -22,6 +22,9 @@ from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.testing.conformance.helpers import sample_with_kept, slot_request
 from areal_x.testing.models import write_model
 from areal_x.testing.reference import Reference
+from tests.model_families import CASES
+from tests.models import write_config
+from tests.thorough import further
 
 SLOTS, CONTEXT = 8, 96
 LOOKUP = Speculation(method="ngram", tokens=3, longest=3, shortest=1)
@@ -238,6 +241,32 @@ def test_weights_that_are_swapped_in_the_middle(
         tokens, logprobs, _ = sample_with_kept(of_other, [rest])[request.slot]
         assert completion.tokens[old:].tolist() == tokens
         np.testing.assert_allclose(completion.logprobs[old:], logprobs, atol=1e-5)
+
+
+# States beside keys and values; sinks, windows and experts; caps; latent attention; attention in chunks.
+KINDS = ["qwen3_5_text-0", "gpt_oss-0", *further("qwen3_next-1", "gemma3_text-0", "deepseek_v3-0", "llama4_text-0")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_attention_samples_the_same_tokens(backend: str, tmp_path: Path, kind: str) -> None:
+    directory = write_config(CASES[kind], tmp_path)
+    policy = trainer_of(backend, directory)
+    requests = [repeating(slot, 40, temperature=(0.0, 0.3, 0.6)[slot]) for slot in range(3)]
+    expected = sample_with_kept(sampler_of(policy, slots=3), requests)
+    sampler = sampler_of(policy, LOOKUP, slots=3)
+    sampler.fill(requests)
+    found: dict[int, list[int]] = {slot: [] for slot in expected}
+    logprobs: dict[int, list[float]] = {slot: [] for slot in expected}
+    guesses = Guesses()
+    while (decoded := sampler.decode(16, 3)).counts.any():
+        guesses += decoded.guesses
+        for slot, count in enumerate(decoded.counts):
+            found[slot] += decoded.tokens[slot, :count].tolist()
+            logprobs[slot] += decoded.logprobs[slot, :count].tolist()
+    assert 0 < guesses.accepted < guesses.drafted  # some are rejected, too
+    for slot, (tokens, own, _) in expected.items():
+        assert found[slot] == tokens
+        np.testing.assert_allclose(logprobs[slot], own, atol=1e-4)
 
 
 # The rules, as arrays.

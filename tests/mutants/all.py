@@ -10,6 +10,7 @@ from tests.mutants import (
     of_models,
     of_runs,
     of_servers,
+    of_speculation,
     of_stages,
     of_trainers,
 )
@@ -23,5 +24,6 @@ MUTANTS = [
     *of_models.MUTANTS,
     *of_images_and_meshes.MUTANTS,
     *of_servers.MUTANTS,
+    *of_speculation.MUTANTS,
     *of_stages.MUTANTS,
 ]

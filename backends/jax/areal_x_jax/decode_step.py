@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +234,7 @@ def forward(
         seen,
         lambda layer, key, value: kv_cache.write_newest(layer, key, value, column),
         kv_cache.attend,
+        recurrent_cache.advance,
         rows.length == 1,
     )
 
@@ -247,12 +248,14 @@ def through_layers(
     seen: dict[int, list[tuple[Array, Array]]],
     write: Callable[[kv_cache.Layer, Array, Array], kv_cache.Layer],
     attend: Callable[..., Array],
+    advance: Callable[..., tuple[Array, Any]],
     first: Bool[Array, " rows"],
 ) -> tuple[SlotCache, Float[Array, "*fed vocab"]]:
     """Feeds tokens of each row, and returns the logits of those after them.
 
     seen: by window, what is visible to them. write: puts keys and values into a layer's cache. attend:
-    see `kv_cache.attend`. first: rows without earlier tokens.
+    see `kv_cache.attend`. advance: see `recurrent_cache.advance`; what it returns as the states is what the cache
+    has. first: rows without earlier tokens.
     """
     x, rotations = embed(arch, params, tokens), position_rotations(arch, positions)
     own = layer_inputs(arch, params, tokens, x)
@@ -261,7 +264,7 @@ def through_layers(
     kv, before = iter(cache.kv), iter(cache.states)
     for i, layer in enumerate(_layers(arch, params)):
         if "a_log" in layer:
-            attended, state = recurrent_cache.advance(arch, layer, x, next(before), first)
+            attended, state = advance(arch, layer, x, next(before), first)
             states.append(state)
             x, _ = finish_layer(arch, layer, x, attended)
             continue

@@ -153,8 +153,9 @@ class Lane:
         alike = [same for same in group_identical(requests).values() if len(same[0].tokens) > 1]
         cache, smaller = self._caches
         cache = self._fill(cache, self.arch, self._params[0], alike)
-        if smaller is not None:
-            smaller = self._fill(smaller, self._models.draft, self._params[1], alike, "draft's ")
+        draft, own = self._models.draft, self._params[1]
+        if smaller is not None and draft is not None and own is not None:
+            smaller = self._fill(smaller, draft, own, alike, "draft's ")
         self._caches = cache, smaller
         jax.block_until_ready(self._caches)  # so that a measured swap includes it
 
@@ -247,9 +248,18 @@ class Lane:
         guesses = Guesses()
         assert self._caches is not None
         if self._speculation.active:
-            models = self._models, self._speculation
-            arguments = *models, self._params, self._caches, rows, *limits, slots, truncates
-            self._caches, *outputs = self._call(program, self._speculate, *arguments)
+            self._caches, *outputs = self._call(
+                program,
+                self._speculate,
+                self._models,
+                self._speculation,
+                self._params,
+                self._caches,
+                rows,
+                *limits,
+                slots,
+                truncates,
+            )
             after, tokens, logprobs, bits, counts = jax.device_get(outputs)
             guesses = Guesses(*counts.tolist())
         else:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from areal_x_jax import delta_rule
 from areal_x_jax.architecture import Architecture
@@ -55,6 +55,56 @@ def advance(
         recurrent_inputs(arch, layer, convolved, mixed), matrices
     )
     return recurrent_output(arch, layer, found, mixed.gate), State(seen[..., 1:], matrices)
+
+
+class Pending(NamedTuple):
+    """A layer's state before several tokens of each slot, of which only some will count, and what is
+    needed to advance it by those. seen: inputs of the convolution, those before the tokens first."""
+
+    before: State
+    seen: Float[Array, "slots channels width-1+tokens"]
+    inputs: delta_rule.Inputs
+
+
+def advance_several(
+    arch: Architecture,
+    layer: Params,
+    x: Float[Array, "slots tokens hidden"],
+    state: State,
+    first: Bool[Array, " slots"],
+) -> tuple[Float[Array, "slots tokens values"], Pending]:
+    """Returns a layer's outputs for several tokens of each slot, one after another as `advance` computes
+    them, and what `settled` needs."""
+    mixed, tokens = project_mixed(arch, layer, x), x.shape[1]
+    old = jnp.where(first[:, None, None], 0, state.inputs)
+    matrices = jnp.where(first[:, None, None, None, None], 0, state.matrices)
+    new = mixed.channels.swapaxes(1, 2).astype(old.dtype)
+    seen = jnp.concatenate([old, new], axis=-1)
+    kernel = layer["convolution"].T
+    width = kernel.shape[-1]
+    convolved = [(seen[..., at : at + width] * kernel).sum(-1) for at in range(tokens)]
+    inputs = recurrent_inputs(arch, layer, jnp.stack(convolved, axis=1), mixed)
+    found, after = [], matrices
+    for at in range(tokens):
+        one, after = delta_rule.next_token(_token(inputs, at), after)
+        found.append(one)
+    outputs = recurrent_output(arch, layer, jnp.stack(found, axis=1), mixed.gate)
+    return outputs, Pending(State(old, matrices), seen, inputs)
+
+
+def settled(pending: Pending, counts: Int[Array, " slots"]) -> State:
+    """Returns the states after the first `counts` tokens of each slot."""
+    before, seen, inputs = pending
+    matrices, behind = before.matrices, before.inputs.shape[-1]
+    for at in range(seen.shape[-1] - behind):
+        _, after = delta_rule.next_token(_token(inputs, at), matrices)
+        matrices = jnp.where((at < counts)[:, None, None, None, None], after, matrices)
+    last = jax.vmap(lambda x, n: jax.lax.dynamic_slice_in_dim(x, n, behind, axis=1))(seen, counts)
+    return State(last, matrices)
+
+
+def _token(inputs: delta_rule.Inputs, at: int) -> delta_rule.Inputs:
+    return delta_rule.Inputs(*(part[:, at] for part in inputs))
 
 
 def prefill(

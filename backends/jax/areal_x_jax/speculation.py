@@ -8,7 +8,7 @@ each row.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,12 @@ from jaxtyping import Array, Float, Int
 from areal_x.engines.speculation import continuations, taken
 from areal_x.errors import ConfigError
 from areal_x.protocols.speculation import Speculation
-from areal_x_jax import kv_cache
+from areal_x_jax import kv_cache, recurrent_cache
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.decode_step import Rows, SlotCache, most_steps, near, through_layers
 from areal_x_jax.parameters import Params
+from areal_x_jax.recurrent_cache import settled
 from areal_x_jax.sampling import Truncation, sample, uniform
-
-STATES = "its gated delta rule layers keep states, which a wrong guess would change"
 
 
 class Models(NamedTuple):
@@ -51,11 +50,15 @@ class Passes(NamedTuple):
     counts: Int[Array, " 3"]
 
 
-def check_states(arch: Architecture, binding: str, value: str) -> None:
-    """Raises: ConfigError for a model whose layers keep states, which a wrong guess would change."""
+def check_draft(arch: Architecture, directory: str) -> None:
+    """Raises: ConfigError for a smaller model whose layers keep states: its own guesses, wrong ones too,
+    advance them."""
     if arch.delta is not None:
-        wanted = "'none' with such a policy" if binding == "speculation.method" else "another model"
-        raise ConfigError(binding, value, f"{wanted}: {STATES}")
+        wanted = (
+            "a model whose layers all have attention: a wrong guess would change the states of gated"
+            " delta rule layers"
+        )
+        raise ConfigError("speculation.draft", directory, wanted)
 
 
 def speculate(
@@ -104,6 +107,8 @@ def speculate(
         left = jnp.where(rows.live, jnp.minimum(rows.limit - rows.generated, steps - grown), 0)
         count_here, stopped = taken(jnp, token, guessed, rows.stops, left)
         more = count_here.sum(1)
+        pending: Any = cache.states  # of each layer (see `feed`)
+        cache = cache._replace(states=tuple(settled(x, more) for x in pending))
         place = jnp.where(count_here, grown[:, None] + ahead, most), row
         bits = now.bits
         if bits is not None and mask is not None:
@@ -198,17 +203,22 @@ def feed(
     tokens: Int[Array, "rows width"],
     columns: Int[Array, "rows width"],
 ) -> tuple[SlotCache, Float[Array, "rows width vocab"]]:
-    """Feeds tokens that follow each other in each row, and returns the logits after each."""
+    """Feeds tokens that follow each other in each row, and returns the logits after each. In place of
+    states, the cache then has `recurrent_cache.Pending` ones."""
     group = arch.heads // arch.kv_heads
-    seen = {
-        window: kv_cache.visible_to(
-            cache.kv,
-            columns,
-            jnp.broadcast_to(near(arch, window, columns) if window else columns + 1, columns.shape),
-            group,
-        )
-        for window in set(arch.windows)
-    }
+    seen = {}
+    if cache.kv:
+        seen = {
+            window: kv_cache.visible_to(
+                cache.kv,
+                columns,
+                jnp.broadcast_to(
+                    near(arch, window, columns) if window else columns + 1, columns.shape
+                ),
+                group,
+            )
+            for window in set(arch.windows)
+        }
     return through_layers(
         arch,
         params,
@@ -218,5 +228,6 @@ def feed(
         seen,
         lambda layer, key, value: kv_cache.write_columns(layer, key, value, columns),
         kv_cache.attend_several,
+        recurrent_cache.advance_several,
         columns[:, 0] == 0,
     )

@@ -55,7 +55,7 @@ from areal_x_jax.sharding import (
     sampling_shardings,
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
-from areal_x_jax.speculation import check_states
+from areal_x_jax.speculation import check_draft
 from areal_x_jax.update import update_step
 from areal_x_jax.weights import (
     as_stored,
@@ -271,8 +271,6 @@ class Trainer(HuggingFaceTrainer):
     def sampler(self, slots: int, context: int, speculation: Speculation = NOTHING) -> Sampler:
         self.need_head("sampler", "policy")
         draft = None
-        if speculation.active:
-            check_states(self.arch, "speculation.method", speculation.method)
         if speculation.method == "draft":
             draft = self._read_draft(Path(speculation.draft))
         # Samples are trained on, and a row may be longer than the longest sequence.
@@ -284,7 +282,7 @@ class Trainer(HuggingFaceTrainer):
     def _read_draft(self, directory: Path) -> tuple[Architecture, Params]:
         model_dir.check_head(directory, "policy")
         arch = as_stored(read_architecture(model_dir.read_config(directory)), directory)
-        check_states(arch, "speculation.draft", str(directory))
+        check_draft(arch, str(directory))
         tensors = model_dir.read_tensors(directory)
         return arch, from_tensors(arch, tensors, str(directory), dtype=self.dtype)
 

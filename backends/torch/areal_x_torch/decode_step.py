@@ -44,8 +44,10 @@ class NextLogits(nn.Module):
         masks: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
+        pending: Sequence[Tensor] = (),
     ) -> Float[Tensor, "fed vocabulary"]:
-        cache = DecodeCache(self.layers, self.visible, places, masks, keys, values, self.width)
+        own = places, masks, keys, values, self.width, pending
+        cache = DecodeCache(self.layers, self.visible, *own)
         out = decoder(self.model)(
             input_ids=tokens, position_ids=positions, use_cache=False, cache=cache
         )
@@ -88,7 +90,7 @@ def _example(step: NextLogits, rows: int, used: int) -> tuple[object, ...]:
     values before the newest token."""
     weight = head(step.model).weight
     random = torch.Generator().manual_seed(rows)
-    cache = Cache(step.layers, rows, used, weight.dtype, weight.device)
+    cache = Cache(step.layers, rows, used, weight.dtype, weight.device, step.width)
     for x in (*cache.keys, *cache.values):
         x.copy_(torch.randn(x.shape, generator=random))
     tokens = torch.randint(len(weight), (rows, step.width), generator=random).to(weight.device)

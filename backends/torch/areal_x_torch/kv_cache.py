@@ -27,6 +27,7 @@ from areal_x_torch.masks import Visible, seen_of
 from areal_x_torch.model import decoder, has_vision
 
 ATTENTION = "areal_x_cache"
+PENDING = 5  # tensors of a layer in `Cache.pending`
 
 
 class Layer(NamedTuple):
@@ -99,7 +100,12 @@ def layers_of(model: PreTrainedModel) -> list[Layer | StateLayer]:
 class Cache:
     """Keys and values of each layer, `[rows, columns, heads, head_dim]`; column c of a row is its
     token c. Of a layer with a state: the inputs of its convolution in place of keys, and its
-    matrices, in fp32, in place of values."""
+    matrices, in fp32, in place of values.
+
+    width: most tokens of a row in one pass of decoding. If it is more than one, such a pass changes no
+    state: `settle` does, by those of its tokens that count. pending: what it needs, PENDING tensors of
+    each layer with a state.
+    """
 
     def __init__(
         self,
@@ -108,16 +114,21 @@ class Cache:
         columns: int,
         dtype: torch.dtype,
         device: torch.device,
+        width: int = 1,
     ) -> None:
         self.layers = list(layers)
+        self.width = width
         self.columns = columns
         self.visible = visible_of(layers)
         make = {"dtype": dtype, "device": device}
         self.keys, self.values = [], []
+        self.pending: list[Tensor] = []
         for layer in layers:
             if isinstance(layer, StateLayer):
                 self.keys.append(torch.zeros(rows, *layer.convolution, **make))
                 self.values.append(torch.zeros(rows, *layer.matrices, device=device))
+                if width > 1:
+                    self.pending += pending_of(layer, rows, width, **make)
                 continue
             for kept, width in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
                 kept.append(torch.zeros(rows, columns, layer.kv_heads, width, **make))
@@ -142,11 +153,25 @@ class Cache:
                 else:
                     x[target, :used] = x[source, :used]
 
-    def newest(
-        self, own: Int[Tensor, "rows width"], used: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    def settle(self, counts: Int[Tensor, " rows"]) -> None:
+        """Advances the states of the first rows by the first `counts` tokens of the last pass."""
+        states = (i for i, layer in enumerate(self.layers) if isinstance(layer, StateLayer))
+        for at, index in zip(range(0, len(self.pending), PENDING), states, strict=True):
+            seen, key, *others = (x[: len(counts)] for x in self.pending[at : at + PENDING])
+            inputs, matrices = (x[index][: len(counts)] for x in (self.keys, self.values))
+            last = counts[:, None] + torch.arange(inputs.shape[1], device=counts.device)
+            inputs.copy_(seen.gather(1, last[..., None].expand_as(inputs)))
+            after = matrices
+            for token in range(self.width):
+                parts = (x[:, token : token + 1] for x in (key, key, *others))
+                _, new = delta_chunks.one_token(delta_chunks.Inputs(*parts), after)
+                after = torch.where((token < counts)[:, None, None, None, None], new, after)
+            matrices.copy_(after)
+
+    def newest(self, own: Int[Tensor, "rows width"], used: int) -> tuple[Any, ...]:
         """Returns the tensors of a `DecodeCache` for the first rows, whose newest tokens are in the
         columns `own`. used: columns of the longest row."""
+        several = own.shape[1] > 1 and self.pending
         first = torch.arange(0, len(own) * self.columns, self.columns, device=own.device)
         places = (first[:, None] + own).flatten()
         columns, own = torch.arange(used, device=own.device), own[..., None]
@@ -161,7 +186,21 @@ class Cache:
                 hidden.shape, dtype=self.keys[0].dtype, device=own.device
             ).masked_fill_(hidden, -math.inf)
             masks.append(mask[:, None])
-        return places, masks, self.keys, self.values
+        tensors = places, masks, self.keys, self.values
+        return (*tensors, self.pending) if several else tensors
+
+
+def pending_of(
+    layer: StateLayer, rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Returns empty tensors for the inputs of a layer's convolution in a pass, those before it first, and
+    for keys, values, g and beta of its rule."""
+    (behind, channels), (heads, group, key_dim, value_dim) = layer.convolution, layer.matrices
+    of_rule = ((heads, key_dim), (heads, group, value_dim), (heads, group), (heads, group))
+    return [
+        torch.zeros(rows, behind + width, channels, dtype=dtype, device=device),
+        *(torch.zeros(rows, width, *shape, device=device) for shape in of_rule),
+    ]
 
 
 def visible_of(layers: Sequence[Layer | StateLayer]) -> list[Visible]:
@@ -285,6 +324,7 @@ class DecodeCache:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     width: int = 1
+    pending: Sequence[Tensor] = ()
 
     def attend(
         self,
@@ -327,9 +367,19 @@ class DecodeCache:
         inputs, matrices = self.keys[index][:rows], self.values[index][:rows]
         seen = torch.cat([inputs, parts.channels], dim=1)
         heads = Heads.of(layer)
-        found, after = delta_chunks.one_token(
-            rule_inputs(heads, convolved_after(heads, seen), parts), matrices
-        )
+        of_rule = rule_inputs(heads, convolved_after(heads, seen), parts)
+        if self.width > 1:
+            earlier = sum(isinstance(x, StateLayer) for x in self.layers[:index])
+            own = self.pending[earlier * PENDING : (earlier + 1) * PENDING]
+            for kept, new in zip(own, (seen, *of_rule[1:]), strict=True):
+                kept[:rows].copy_(new)
+            outputs, after = [], matrices
+            for token in range(self.width):
+                one = delta_chunks.Inputs(*(x[:, token : token + 1] for x in of_rule))
+                found, after = delta_chunks.one_token(one, after)
+                outputs.append(found)
+            return torch.cat(outputs, dim=1)
+        found, after = delta_chunks.one_token(of_rule, matrices)
         inputs.copy_(seen[:, 1:])
         matrices.copy_(after)
         return found

@@ -159,7 +159,10 @@ class Sampler(Lanes):
         step = trace_step(self.model, layers)
         # Guesses are computed at columns beyond the last token.
         columns = context + (speculation.tokens if speculation.active else 0)
-        caches = [Cache(layers, slots // count, columns, dtype, model.device) for _ in range(count)]
+        width = columns - context + 1
+        caches = [
+            Cache(layers, slots // count, columns, dtype, model.device, width) for _ in range(count)
+        ]
         each: Sequence[Guesser | None] = [None] * count
         if speculation.active:
             each = guessers(speculation, self.model, layers, caches, context)
@@ -283,9 +286,10 @@ class Lane:
         step = guesser.verify if tried else self._step
         logits = step(*own[:2], *self._cache.newest(own[2], int(columns.max()) + 1))
         width = len(ahead)
-        wide = (np.repeat(x, width) for x in (rows.temperature, rows.top_p, rows.top_k, rows.min_p))
+        wide = rows.take(np.arange(len(rows)).repeat(width))
+        row_sampling = RowSampling.of(wide.temperature, wide.top_p, wide.top_k, wide.min_p, device)
         numbers = torch.from_numpy(uniforms.reshape(-1, 1)).to(device)
-        token, logprob, mask = sample(logits, numbers, RowSampling.of(*wide, device))
+        token, logprob, mask = sample(logits, numbers, row_sampling)
         tokens = token.cpu().numpy().reshape(-1, width)
         left = np.minimum(rows.limit - rows.generated, steps - grown)
         counts, stopped = taken(np, tokens, guessed, rows.stops, left)
@@ -299,6 +303,8 @@ class Lane:
         if self._history:
             rows.history[row, rows.column[row] + 1 + place] = tokens[row, place]
         more = counts.sum(1)
+        if tried:
+            self._cache.settle(torch.from_numpy(more).to(device))
         decoded.counts[rows.slot] += more.astype(np.int32)
         rows.token = tokens[np.arange(len(rows)), more - 1]
         rows.column, rows.generated = rows.column + more, rows.generated + more

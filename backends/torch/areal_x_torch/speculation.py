@@ -101,14 +101,8 @@ def guessers(
 ) -> list[Guesser]:
     """Returns one for each lane's cache of the policy, which share the smaller model.
 
-    Raises: ConfigError for models that cannot be used.
+    Raises: ConfigError for a smaller model that cannot be used.
     """
-    if any(isinstance(layer, StateLayer) for layer in layers):
-        wanted = (
-            f"'none' with a {type(model).__name__}, whose gated delta rule layers keep states that a"
-            " wrong guess would change"
-        )
-        raise ConfigError("speculation.method", speculation.method, wanted)
     verify = trace_step(model, layers, 1 + speculation.tokens)
     if speculation.method != "draft":
         return [Guesser(speculation, verify) for _ in caches]

@@ -17,7 +17,7 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.errors import ConfigError
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.speculation import NOTHING, Speculation
-from areal_x.testing.models import write_model
+from areal_x.testing.models import write_model, write_tokenizer
 
 LOOKUP = Speculation(method="ngram", tokens=5, longest=4, shortest=3)
 
@@ -90,6 +90,6 @@ def test_a_smaller_model_with_other_tokens_or_none_at_all_is_refused(tiny_model_
     with pytest.raises(ConfigError, match=r"speculation\.draft = .*config\.json"):
         check_draft(Speculation(method="draft", draft=str(tmp_path / "nowhere")), tiny_model_dir)
     other = write_model(tmp_path / "other", vocab_size=30)
-    (other / "tokenizer.json").unlink(missing_ok=True)
+    write_tokenizer(other, "0123456789")
     with pytest.raises(ConfigError, match=r"speculation\.draft"):
         check_draft(Speculation(method="draft", draft=str(other)), tiny_model_dir)
