@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from areal_x.protocols.engine import Engine as Engine
     from areal_x.protocols.engine import Request as Request
     from areal_x.protocols.engine import SamplingParams as SamplingParams
+    from areal_x.protocols.speculation import Speculation as Speculation
     from areal_x.protocols.trainer import Trainer as Trainer
     from areal_x.protocols.trainer_config import CriticConfig as CriticConfig
     from areal_x.protocols.trainer_config import LoRAConfig as LoRAConfig
@@ -121,6 +122,7 @@ _NAMES = {
     "areal_x.protocols.backends": "Backend create_trainer",
     "areal_x.protocols.workflow": "EpisodeResult Generator Workflow",
     "areal_x.protocols.engine": "Completion Engine Request SamplingParams",
+    "areal_x.protocols.speculation": "Speculation",
     "areal_x.engines.embedded": "EmbeddedConfig EmbeddedEngine",
     "areal_x.engines.vllm.config": "VLLMConfig",
     "areal_x.workflows.single_turn": "RewardedWorkflow SingleTurn encode text_of",

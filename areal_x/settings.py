@@ -280,9 +280,14 @@ class Settings:
             wanted = "'none' with train.engine = 'none', which generates nothing"
             raise ConfigError("speculation.method", self.speculation.method, wanted)
         if self.fleet is not None:
-            sampling = self.workflow.sampling_params()
-            experts = self.trainer.replay_experts
-            check_speculation(self.speculation, self.fleet, sampling, experts)
+            sampling = None if self.serving else self.workflow.sampling_params()
+            check_speculation(
+                self.speculation,
+                self.fleet,
+                sampling,
+                experts=self.trainer.replay_experts,
+                adapters=bool(self.trainer.lora.served_rank),
+            )
 
     def _check_truncated(self) -> None:
         """Raises: ConfigError for what truncated sampling excludes: servers as the reference or

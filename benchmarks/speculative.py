@@ -7,8 +7,8 @@ Claim: the tokens are the same as without guesses, which is asserted; what they 
 
 The policy is a random Qwen3 of 11M parameters in fp32, with eight layers of which the last six change little, so that its
 first two are a draft model that is often right; how a trained draft does is not measured here. At temperature 0.2 its
-answers go round, as a text that copies does, which prompt lookup finds; at temperature 1 nothing repeats. The requests are 16
-prompts of 24 tokens with long-tailed lengths, 32 to 384 new tokens (`long tail`), and the two longest of them alone (`last
+answers go round, as a text that copies does, which prompt lookup finds; at temperature 1 nothing repeats. The requests are 8
+prompts of 24 tokens with long-tailed lengths, 24 to 192 new tokens (`long tail`), and the two longest of them alone (`last
 two`), as the end of every batch is.
 
 Method: one process; all samplers compiled and warmed up, then alternating, `--rounds` times each. The table shows the median,
@@ -36,7 +36,7 @@ from areal_x.protocols.speculation import NOTHING, Guesses, Speculation
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.testing.models import write_model
 
-SLOTS, CONTEXT, PROMPT = 16, 448, 24
+SLOTS, CONTEXT, PROMPT, LONGEST = 8, 224, 24, 192
 LAYERS, OF_DRAFT = 8, 2
 SMALL = 0.1  # of what the layers that the draft lacks add
 SHAPE = {"hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
@@ -90,8 +90,8 @@ def write_models(directory: Path) -> tuple[Path, Path]:
 
 def requests(temperature: float) -> list[SlotRequest]:
     rng = np.random.default_rng(0)
-    lengths = np.sort(np.minimum(32 + rng.pareto(1.2, SLOTS) * 48, 384).astype(int))
-    lengths[-2:] = 384
+    lengths = np.sort(np.minimum(24 + rng.pareto(1.2, SLOTS) * 32, LONGEST).astype(int))
+    lengths[-2:] = LONGEST
     prompts = rng.integers(2, 40, (SLOTS, PROMPT)).astype(np.int32)
     return [
         SlotRequest(slot, prompts[slot], 0, SamplingParams(max_tokens=int(n), temperature=temperature), slot)

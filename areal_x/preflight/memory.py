@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_x.errors import ConfigError
 from areal_x.preflight.deltas import delta_room
-from areal_x.preflight.model import Model
+from areal_x.preflight.model import Model, find_model
 from areal_x.preflight.storage import format_bytes, host_memory
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig, bytes_per_parameter
@@ -140,16 +140,22 @@ def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -
 def engine_bytes(settings: Settings, model: Model, devices: Devices, item: int) -> float:
     """Memory of the engine. Embedded: its copy of the weights and all caches when full. Servers on
     this trainer's GPU: the share that they take; on a CPU: the weights and 1 GB of cache each. On a
-    cluster they have devices of their own, and with train.colocate they release theirs."""
+    cluster they have devices of their own, and with train.colocate they release theirs. A smaller model
+    that guesses counts, too."""
+    models = [model]
+    if settings.speculation.method == "draft":
+        models.append(find_model(settings.speculation.draft))
+    parameters = sum(each.parameters for each in models)
     if settings.engine == "embedded":
-        return model.parameters * item + cache_bytes(settings, model.config, item)
+        caches = (cache_bytes(settings, each.config, item) for each in models)
+        return parameters * item + sum(caches)
     config = settings.fleet
     elsewhere = config is None or config.urls or config.devices or settings.places_servers
     if config is None or elsewhere or settings.colocate:
         return 0.0
     if devices.memory is None:
         copies = config.servers * config.data
-        return copies * model.parameters * item + config.workers * 1e9
+        return copies * parameters * item + config.workers * 1e9
     return gpu_share(config.arguments, config.binding) * devices.memory
 
 

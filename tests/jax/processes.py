@@ -92,7 +92,7 @@ def sampled_from(trainer: Any) -> Params:
         return {"embed": np.zeros(())}
     sampler = trainer.sampler(8, 32)
     sampler.load(snapshot)
-    params: Params = sampler.lanes[0]._params
+    params: Params = sampler.lanes[0]._params[0]
     return params
 
 

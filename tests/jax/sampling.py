@@ -1,7 +1,8 @@
 """Samples on a mesh, for a test: `python -m tests.jax.sampling MODEL FILE MESH`, the mesh being JSON of MeshConfig's
 fields.
 
-After an update, all slots are drawn to the end, the trainer goes on, and they are drawn once more from the same snapshot.
+After an update, all slots are drawn to the end, the trainer goes on, and they are drawn once more from the same snapshot; then
+twice with guesses of the model before the updates.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from areal_x.algorithms import losses
 from areal_x.protocols.sampler import Sampler
+from areal_x.protocols.speculation import Speculation
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x_jax.trainer import Trainer
@@ -36,8 +38,12 @@ def sample(directory: str | Path, mesh: dict[str, int]) -> dict[str, Any]:
     sampler, snapshot = trainer.sampler(SLOTS, CONTEXT), trainer.snapshot()
     first, compiled = drawn(sampler, snapshot), sampler.programs
     trainer.update(batch_of(64, 1), losses.ppo_clip)
-    head = [lane._params["head"] for lane in sampler.lanes]
+    head = [lane._params[0]["head"] for lane in sampler.lanes]
+    guessing = trainer.sampler(SLOTS, CONTEXT, Speculation(method="draft", tokens=2, draft=str(directory)))
+    guessed, in_all = drawn(guessing, snapshot), guessing.programs
     return {
+        "guessed": [guessed, drawn(guessing, snapshot)],
+        "guesses_compiled_again": guessing.programs - in_all,
         "first": first,
         "again": drawn(sampler, snapshot),
         "compiled_again": sampler.programs - compiled,

@@ -5,7 +5,22 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 JAX, TORCH = "backends/jax/areal_x_jax/", "backends/torch/areal_x_torch/"
-RULES = ("tests/engines/test_speculation.py",)
+FILE = "tests/engines/test_speculation.py"
+RULES = tuple(
+    f"{FILE}::test_{name}"
+    for name in (
+        "the_newest_place_of_the_longest_match_is_looked_up",
+        "positions_count_as_long_as_the_guess_before_them_was_right",
+    )
+)
+
+
+def of(name: str, case: str) -> tuple[str, ...]:
+    return (f"{FILE}::test_{name}[{case}]",)
+
+
+SAME, COUNTED = "the_same_seeds_sample_the_same_tokens_as_without", "guesses_save_passes_and_are_counted"
+KINDS = "every_kind_of_attention_samples_the_same_tokens"
 OF_SERVERS = ("tests/engines/fleet/test_fleet_speculation.py",)
 
 MUTANTS: list[Mutant] = [
@@ -23,7 +38,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         TORCH + "sampler.py",
-        RULES,
+        of(SAME, "torch-ngram-truncated"),
         (
             "torch: all positions of a pass are sampled with the first one's number",
             "torch.from_numpy(uniforms.reshape(-1, 1))",
@@ -37,7 +52,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         TORCH + "kv_cache.py",
-        RULES,
+        of(SAME, "torch-ngram-truncated"),
         (
             "torch: the queries of a pass see each other's columns",
             "mask = mask.repeat(1, 1, group, 1)",
@@ -46,7 +61,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         TORCH + "speculation.py",
-        RULES,
+        of(COUNTED, "torch-draft"),
         (
             "torch: the last guess is missing from the draft's cache",
             "for ahead in range(tokens + 1):",
@@ -55,7 +70,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         JAX + "kv_cache.py",
-        RULES,
+        of(SAME, "jax-ngram-truncated"),
         (
             "JAX: the queries of a pass see each other's columns",
             "bias = jnp.repeat(jnp.where(near, 0.0, HIDDEN), group, axis=1)[:, None]",
@@ -64,7 +79,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         JAX + "speculation.py",
-        RULES,
+        of(SAME, "jax-ngram-truncated"),
         (
             "JAX: all positions of a pass are sampled with the first one's number",
             "(rows.generated[:, None] + ahead).reshape(-1))",
@@ -75,6 +90,16 @@ MUTANTS: list[Mutant] = [
             "kv_cache.write_columns(layer, key, value, columns),",
             "kv_cache.write_columns(layer, key, value, columns + 1),",
         ),
+    ),
+    *planted(
+        TORCH + "kv_cache.py",
+        of(KINDS, "torch-qwen3_5_text-0"),
+        ("torch: a rejected token advances a state", "torch.where((token < counts)", "torch.where((token <= counts)"),
+    ),
+    *planted(
+        JAX + "recurrent_cache.py",
+        of(KINDS, "jax-qwen3_5_text-0"),
+        ("JAX: a rejected token advances a state", "jnp.where((at < counts)", "jnp.where((at <= counts)"),
     ),
     *planted(
         "areal_x/engines/fleet/speculation.py",

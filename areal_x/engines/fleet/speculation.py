@@ -25,10 +25,12 @@ def check_run(
     speculation: Speculation,
     config: FleetConfig,
     sampling: SamplingParams | None,
-    experts: bool,
+    experts: bool = False,
+    adapters: bool = False,
 ) -> None:
     """Raises: ConfigError for guesses that the servers of a run cannot check exactly. sampling: of its
-    episodes, where it is known. experts: completions need the experts of each token."""
+    episodes, where it is known. experts: completions need the experts of each token. adapters: the
+    servers load adapters."""
     if not speculation.active:
         return
     name, method = config.binding, speculation.method
@@ -40,6 +42,12 @@ def check_run(
         )
     elif experts:
         wanted = "'none' with trainer.replay_experts, whose records are of tokens without guesses"
+    elif adapters and name == "vllm":
+        wanted = (
+            "'none' with lora.rank and train.engine = 'vllm': the engine of vLLM dies of the requests"
+            " by which servers with adapters are compared (logprob_token_ids) beside guesses; set"
+            " lora.rank = 0"
+        )
     elif sampling is not None and sampling.truncates:
         wanted = (
             "'none' with sampling.top_p, top_k or min_p and"

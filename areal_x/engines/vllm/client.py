@@ -67,8 +67,11 @@ class VLLMClient:
     spare_tokens: ClassVar[int] = 1
     """To score a prompt, a server generates one more token."""
 
-    def __init__(self, url: str, key: str | None, transfer: str = BACKEND) -> None:
-        self.url, self._transfer = url.rstrip("/"), transfer
+    def __init__(
+        self, url: str, key: str | None, transfer: str = BACKEND, guesses: bool = False
+    ) -> None:
+        """guesses: the server decodes speculatively."""
+        self.url, self._transfer, self._guesses = url.rstrip("/"), transfer, guesses
         self.calls = Calls(self.url, key, KIND, partial(explained, transfer))
         self.dialect = dialects.LATEST
         """What the server can do, once `negotiate` has read it."""
@@ -209,8 +212,11 @@ class VLLMClient:
 
         Safe beside running requests, which `score` is not on a server with adapters: there vLLM
         0.32 maps the positions of a scored prompt to adapters by the requests of the batch, and its
-        engine dies of any other request in it.
+        engine dies of any other request in it. A server that guesses has no adapters, and scores
+        instead: its engine dies of named tokens (`logprob_token_ids`) in a batch with guesses.
         """
+        if self._guesses:
+            return await self.score(model, tokens)
         beginnings = range(1, len(tokens))
         found = await together(
             self._next(model, tokens[:length], tokens[length]) for length in beginnings

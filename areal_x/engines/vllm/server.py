@@ -45,7 +45,7 @@ class Launch(servers.Launch):
         return environment(self, key, is_cpu_build())
 
     def client(self, url: str, key: str) -> VLLMClient:
-        return VLLMClient(url, key, self.transfer)
+        return VLLMClient(url, key, self.transfer, guesses=self.speculation.active)
 
 
 def command(

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_x.engines.kept_bits import kept_in
 from areal_x.errors import UserError
@@ -101,8 +101,8 @@ class Lane:
             stops=np.full((slots, STOP_IDS), -1, np.int32),
             history=np.zeros((slots, self._columns if looks_up else 0), np.int32),
         )
-        self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2, out_shardings=pinned)
-        self._copy = jax.jit(copy, donate_argnums=0, out_shardings=pinned)
+        whole = NamedSharding(group, PartitionSpec()) if group.size > 1 else None  # the draft's
+        self._fills = _filling(pinned), _filling(whole)
         self._decode = jax.jit(
             decode,
             static_argnums=(0, 8),
@@ -113,13 +113,13 @@ class Lane:
             speculate,
             static_argnums=(0, 1, 8),
             donate_argnums=3,
-            out_shardings=((pinned, None), None, None, None, None, None),
+            out_shardings=((pinned, whole), None, None, None, None, None),
         )
 
     @property
     def programs(self) -> int:
         """Number of compiled programs."""
-        every = self._prefill, self._copy, self._decode, self._speculate
+        every = *self._fills[0], *self._fills[1], self._decode, self._speculate
         return sum(f._cache_size() for f in every)
 
     def load(self, params: Params) -> None:
@@ -169,6 +169,7 @@ class Lane:
     ) -> SlotCache:
         """Returns a model's cache with these sequences, without their last tokens. alike: requests
         with the same tokens."""
+        prefills, copies_into = self._fills[bool(whose)]
         capacity = kv_cache.capacity(cache.kv)
         prompts = [
             (
@@ -179,13 +180,13 @@ class Lane:
             for r, *_ in alike
         ]
         for chunk in packed(prompts, self._chunk, capacity):
-            cache = self._call(f"{whose}prefill", self._prefill, arch, params, cache, chunk)
+            cache = self._call(f"{whose}prefill", prefills, arch, params, cache, chunk)
         copies = np.array(
             [(first.slot, other.slot) for first, *others in alike for other in others], np.int32
         ).reshape(-1, 2)
         if len(copies):  # equal tokens are in equal columns
             padded = np.pad(copies, ((0, self.slots - len(copies)), (0, 0)))
-            cache = self._call(f"{whose}copy", self._copy, cache, *padded.T, np.int32(len(copies)))
+            cache = self._call(f"{whose}copy", copies_into, cache, *padded.T, np.int32(len(copies)))
         return cache
 
     def _set_slot(self, request: SlotRequest) -> None:
@@ -295,6 +296,14 @@ class Lane:
 
     def free(self, slots: Sequence[int]) -> None:
         self._rows.live[list(slots)] = False
+
+
+def _filling(sharding: Any) -> tuple[Any, Any]:
+    """Returns the programs that fill a cache of this sharding."""
+    return (
+        jax.jit(prefill, static_argnums=0, donate_argnums=2, out_shardings=sharding),
+        jax.jit(copy, donate_argnums=0, out_shardings=sharding),
+    )
 
 
 def _scatter_rows(whole: np.ndarray, rows: np.ndarray, slots: np.ndarray | None) -> np.ndarray:

@@ -64,6 +64,9 @@ def test_what_servers_would_report_wrongly_is_refused_by_name(config: Any) -> No
             check_run(LOOKUP, config, sampling, experts=False)
     with pytest.raises(ConfigError, match="replay_experts"):
         check_run(LOOKUP, config, None, experts=True)
+    if name == "vllm":
+        with pytest.raises(ConfigError, match=r"speculation\.method.*lora\.rank"):
+            check_run(LOOKUP, config, None, adapters=True)
     with pytest.raises(ConfigError, match=rf"{name}\.urls"):
         check_run(LOOKUP, replace(config, urls=("http://127.0.0.1:1",)), None, experts=False)
     check_run(LOOKUP, config, SamplingParams(temperature=0.7), experts=False)
