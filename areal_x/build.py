@@ -16,6 +16,7 @@ from areal_x.cluster.ganged import GangTrainer
 from areal_x.config.writer import read_settings
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.fleet.config import FleetConfig, default_threads
+from areal_x.engines.fleet.speculation import check_draft
 from areal_x.engines.none import NoEngine
 from areal_x.engines.sampling_checks import may_truncate
 from areal_x.engines.sglang.installed import installed
@@ -277,6 +278,7 @@ class Factory(ModelFactory):
             return NoEngine()
         if self.engine == "embedded":
             context = self.embedded.context or self.row_length
+            check_draft(self.speculation, directory)
             # a backend of others may have no such parameter
             of = (self.speculation,) if self.speculation.active else ()
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, context, *of))

@@ -4,6 +4,7 @@ several. What is sampled stays the same."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import gin
 
@@ -48,6 +49,9 @@ class Speculation:
         if self.method != "draft" and self.draft:
             wanted = f"left out with speculation.method = {self.method!r}, or set 'draft'"
             raise ConfigError("speculation.draft", self.draft, wanted)
+        if self.draft:  # whole: processes elsewhere have other working directories
+            whole = str(Path(self.draft).expanduser().absolute())
+            object.__setattr__(self, "draft", whole)
 
     @property
     def active(self) -> bool:

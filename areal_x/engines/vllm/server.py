@@ -130,7 +130,7 @@ def speculative_config(speculation: Speculation) -> str:
             "prompt_lookup_min": speculation.shortest,
         }
     else:
-        named |= {"method": "draft_model", "model": str(Path(speculation.draft).resolve())}
+        named |= {"method": "draft_model", "model": speculation.draft}
     return json.dumps(named)
 
 
