@@ -3,7 +3,8 @@ folder, one that pulls from the processes that train (areal_x.engines.vllm.rdt_r
 report of what truncated sampling kept (areal_x.engines.vllm.kept_tokens), the proof of the weights
 that workers use (areal_x.engines.vllm.proof.worker), the versions that are made from deltas beside
 the server (areal_x.engines.vllm.versions), the sleep of a server on a CPU
-(areal_x.engines.vllm.cpu_sleep), and what servers of several workers lack
+(areal_x.engines.vllm.cpu_sleep), the temperatures of guessed positions there
+(areal_x.engines.vllm.cpu_guesses), and what servers of several workers lack
 (areal_x.engines.vllm.wide).
 
 vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of
@@ -54,6 +55,7 @@ def register() -> None:
 
     from areal_x.engines.fleet import manifest
     from areal_x.engines.vllm import (
+        cpu_guesses,
         cpu_sleep,
         kept_tokens,
         loading,
@@ -100,4 +102,5 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(RDT, rdt_receiver.__name__, rdt_receiver.NAME)
     kept_tokens.install()
     cpu_sleep.install()
+    cpu_guesses.install()
     wide.install()

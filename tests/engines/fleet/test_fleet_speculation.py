@@ -14,6 +14,7 @@ from areal_x.engines.sglang import server as sglang
 from areal_x.engines.sglang.config import SGLangConfig
 from areal_x.engines.vllm import server as vllm
 from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.cpu_guesses import repeated
 from areal_x.errors import ConfigError
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.speculation import NOTHING, Speculation
@@ -96,3 +97,12 @@ def test_a_smaller_model_with_other_tokens_or_none_at_all_is_refused(tiny_model_
     write_tokenizer(other, "0123456789")
     with pytest.raises(ConfigError, match=r"speculation\.draft"):
         check_draft(Speculation(method="draft", draft=str(other)), tiny_model_dir)
+
+
+def test_temperatures_are_repeated_for_guessed_positions_and_greedy_ones_replaced() -> None:
+    torch = pytest.importorskip("torch")
+    found = repeated(torch.tensor([0.5, 0.0, 0.25]), torch.tensor([2, 2, 5], dtype=torch.int32), 5, 0, 1)
+    assert found.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25]
+    found = repeated(torch.tensor([0.0, 0.5]), torch.tensor([1, 3], dtype=torch.int32), 3, 0, 1)
+    assert found.tolist() == [1.0, 0.5, 0.5]
+    assert repeated(torch.tensor([7, 9]), torch.tensor([0, 1]), 1).tolist() == [9]
