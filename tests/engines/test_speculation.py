@@ -24,7 +24,7 @@ from areal_x.testing.models import write_model
 from areal_x.testing.reference import Reference
 from tests.model_families import CASES
 from tests.models import write_config
-from tests.thorough import further
+from tests.thorough import further, thorough
 
 SLOTS, CONTEXT = 8, 96
 LOOKUP = Speculation(method="ngram", tokens=3, longest=3, shortest=1)
@@ -269,6 +269,13 @@ def test_every_kind_of_attention_samples_the_same_tokens(backend: str, tmp_path:
     for slot, (tokens, own, _) in expected.items():
         assert found[slot] == tokens
         np.testing.assert_allclose(logprobs[slot], own, atol=1e-4)
+
+
+@thorough
+def test_a_smaller_model_with_states_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    draft = write_config(CASES["qwen3_5_text-0"], tmp_path)
+    with pytest.raises(ConfigError, match=r"speculation\.draft = .*a wrong guess would change the states"):
+        trainer.sampler(2, 64, Speculation(method="draft", draft=str(draft)))
 
 
 # The rules, as arrays.
