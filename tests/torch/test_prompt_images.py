@@ -20,7 +20,7 @@ from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.testing.conformance.helpers import sample_to_end
 from areal_x.types import Images, Trajectory
-from areal_x_torch import prompt_images, sampler
+from areal_x_torch import prefill, prompt_images
 from areal_x_torch.images import features_of
 from tests.models import IMAGE, SEEING_SQUARES, shown_to
 
@@ -54,7 +54,7 @@ def drawn(trainer: Trainer, requests: list[Request], slots: int) -> list[Complet
 @pytest.mark.parametrize("chunk", [512, 7])
 def test_recorded_log_probabilities_are_the_trainers(model_dir_of, monkeypatch, name: str, chunk: int) -> None:
     """More requests than slots, of all lengths, some without images, some with two; and where a chunk ends within an image."""
-    monkeypatch.setattr(sampler, "CHUNK", chunk)
+    monkeypatch.setattr(prefill, "CHUNK", chunk)
     trainer = trainer_of(model_dir_of(name))
     requests = requests_of(model_dir_of(name)) + requests_of(model_dir_of(name), seed=100)
     said = drawn(trainer, requests, slots=5)
@@ -124,6 +124,6 @@ def test_tokens_that_are_not_of_the_images_are_refused(model_dir_of) -> None:
 
 
 def test_a_chunk_of_a_prefill_ends_within_no_image_of_any_row(monkeypatch) -> None:
-    monkeypatch.setattr(sampler, "CHUNK", 10)
-    assert list(sampler.chunks(35, [])) == [(0, 10), (10, 20), (20, 30), (30, 35)]
-    assert list(sampler.chunks(35, [(8, 12), (2, 9), (11, 15), (20, 24), (33, 40)])) == [(0, 15), (15, 25), (25, 35)]
+    monkeypatch.setattr(prefill, "CHUNK", 10)
+    assert list(prefill.chunks(35, [])) == [(0, 10), (10, 20), (20, 30), (30, 35)]
+    assert list(prefill.chunks(35, [(8, 12), (2, 9), (11, 15), (20, 24), (33, 40)])) == [(0, 15), (15, 25), (25, 35)]

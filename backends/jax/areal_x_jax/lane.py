@@ -102,7 +102,8 @@ class Lane:
             history=np.zeros((slots, self._columns if looks_up else 0), np.int32),
         )
         whole = NamedSharding(group, PartitionSpec()) if group.size > 1 else None  # the draft's
-        self._fills = _filling(pinned), _filling(whole)
+        fills = _filling(pinned)
+        self._fills = fills, fills if draft is None else _filling(whole)
         self._decode = jax.jit(
             decode,
             static_argnums=(0, 8),
@@ -119,7 +120,7 @@ class Lane:
     @property
     def programs(self) -> int:
         """Number of compiled programs."""
-        every = *self._fills[0], *self._fills[1], self._decode, self._speculate
+        every = {*self._fills[0], *self._fills[1], self._decode, self._speculate}
         return sum(f._cache_size() for f in every)
 
     def load(self, params: Params) -> None:
