@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from tests.conftest import environment_with
 from tests.imports import parsed
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -142,6 +143,7 @@ def resolve(folder: Path, *requirements: str) -> str | None:
     return None if done.returncode == 0 else done.stderr
 
 
+@thorough
 def test_the_packages_of_accelerators_are_on_the_index(tmp_path: Path) -> None:
     requirements = [name for extra in ACCELERATORS for name in EXTRAS[extra]]
     if find_spec("torch") is None:

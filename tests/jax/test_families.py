@@ -41,6 +41,7 @@ FORMER = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma
 NEWER = [name for name in CASES if name.rpartition("-")[0] not in FORMER]
 # Of parts that others have.
 COMPOSED = {"deepseek_v2", "glm4_moe_lite", "dots1", "solar_open", "youtu", "ernie4_5_moe", "gemma4_unified_text"}
+COMPOSED |= {"qwen3_next", "mixtral", "olmo2", "phi3"}
 COMPOSED |= MULTIMODAL_MODELS.keys() - {"gemma3"}
 FIRST = [name for name in NEWER if name.endswith("-0") and name.rpartition("-")[0] not in COMPOSED]
 GRADIENTS = ["gpt_oss-0", "cohere2-0", "deepseek_v3-0", "qwen3_next-0"]

@@ -176,7 +176,7 @@ def test_an_update_is_that_of_torch_and_what_is_saved_loads_in_transformers(
         np.testing.assert_allclose(logp[1:], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", *further("muon")])
 def test_training_goes_on_from_a_saved_state_with_the_same_bits(name: str, model_dir_of: MadeModel, tmp_path: Path) -> None:
     batch, optimizer = learnable(packed_of(model_dir_of("qwen3_vl"))), replace(OPTIMIZER, name=name)
     trainer = make_trainer(model_dir_of("qwen3_vl"), optimizer=optimizer)
@@ -188,6 +188,7 @@ def test_training_goes_on_from_a_saved_state_with_the_same_bits(name: str, model
     jax.tree.map(np.testing.assert_array_equal, (trainer.params, trainer.moments), (restored.params, restored.moments))
 
 
+@thorough
 def test_rows_at_once_and_one_by_one_give_the_same_update(model_dir_of: MadeModel) -> None:
     batch = learnable(packed_of(model_dir_of("qwen3_vl")))
     batch = batch.map(lambda x: x[[0, 1, 2, 1]])
@@ -234,6 +235,7 @@ def test_updates_are_the_same_on_a_mesh(name: str, mesh: dict[str, int], model_d
     assert found["share"] < 0.6
 
 
+@thorough
 def test_a_critic_of_a_model_that_sees_is_trained_and_read_again(model_dir_of: MadeModel, tmp_path: Path) -> None:
     batch = learnable(packed_of(model_dir_of("qwen3_vl")))
     batch = batch.replace(returns=np.ones(batch.shape, np.float32), old_values=np.zeros(batch.shape, np.float32))

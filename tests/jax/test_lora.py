@@ -141,7 +141,7 @@ class TorchSteps:
         return float(total.detach()), float(norm)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3", *further("qwen2")])
 def test_updates_are_those_of_torch_on_the_adapters_and_leave_the_base_as_it_was(
     name: str, batch: Batch, model_dir_of: MadeModel
 ) -> None:
@@ -234,6 +234,7 @@ def test_a_snapshot_is_the_merged_model(model_dir_of: MadeModel, batch: Batch) -
     np.testing.assert_array_equal(plain.params["layers"]["q"], kept)
 
 
+@thorough
 def test_in_bf16_the_base_is_bf16_and_the_adapters_are_not(batch: Batch, model_dir_of: MadeModel) -> None:
     trainer = randomised(make_trainer(model_dir_of("qwen3"), lora=LORA, precision="bf16"))
     assert {str(x.dtype) for x in jax.tree.leaves(trainer.base)} == {"bfloat16"}
@@ -253,6 +254,7 @@ def squared_error(policy: Policy, batch: Batch) -> losses.LossTerms:
     return jax.numpy.where(batch.mask, (policy.values - batch.returns) ** 2, 0), {}
 
 
+@thorough
 def test_a_critics_score_is_trained_in_full_beside_its_adapters(batch: Batch, model_dir_of: MadeModel, tmp_path: Path) -> None:
     critic = make_trainer(model_dir_of("qwen3"), lora=LORA, head="value")
     taught = batch.replace(returns=np.where(batch.mask, 1.0, 0.0).astype(np.float32))

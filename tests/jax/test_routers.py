@@ -122,6 +122,7 @@ def biases(tensors: Iterable[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: x for name, x in tensors if name.endswith(BIAS)}
 
 
+@thorough
 def test_a_bias_that_chooses_experts_is_exact_and_no_step_changes_it(
     batch: Batch, directory_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

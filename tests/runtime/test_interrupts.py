@@ -45,7 +45,9 @@ def stopped(place: Path, model: Path, backend: str, moments: list[str]) -> list[
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("backend", "moments"), [("torch", []), *further(("jax", OF_A_STEP))])
+@pytest.mark.parametrize(
+    ("backend", "moments"), [("torch", ["an import", "the dataset", *OF_A_STEP]), *further(("torch", []), ("jax", OF_A_STEP))]
+)
 def test_a_signal_is_honoured_at_whatever_moment_it_comes(tmp_path, tiny_model_dir, backend, moments):
     if find_spec(f"areal_x_{backend}") is None:
         pytest.skip(f"the {backend} backend is not installed")

@@ -27,7 +27,7 @@ STAND_IN = ROOT / "tests" / "engines" / "vllm" / "torchvision_stand_in"
 
 
 # A head of its own and a tied one, a mixture, and images.
-FIRST = ("qwen3", "qwen3-tied", "qwen3-moe", "qwen3_vl")
+FIRST = ("qwen3", "qwen3-tied", "qwen3-moe")
 
 
 @pytest.fixture(scope="module")
