@@ -363,10 +363,10 @@ class Factory(ModelFactory):
         return Rollout(runner, evaluation, models if self.colocate else None)
 
     def create_threads(self, trainer: Trainer) -> cores.Threads:
-        """Returns what chooses the threads of each step, where generation shares the CPU."""
-        generating = 0
+        """Returns what chooses the threads of each step on a CPU."""
+        generating: int | None = 0
         if self.deterministic:
-            pass  # the last bits of some products depend on the number of threads
+            generating = None  # the last bits of some products depend on the number of threads
         elif self.max_staleness and self.engine == "embedded":
             generating = (trainer.threads or 0) // 2
         elif self.computes_beside_servers and not self.places_servers and self.serves_on_cpu():

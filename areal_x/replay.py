@@ -85,7 +85,7 @@ class RecordedThreads(cores.Threads):
     """The numbers of threads of a recorded run. counts: one per step, None if none was recorded."""
 
     def __init__(self, trainer: Any, counts: Sequence[int | None]) -> None:
-        super().__init__(trainer, generating=0)
+        super().__init__(trainer, generating=None)
         self._chooses = self._most is not None
         self._counts = iter(counts)
 

@@ -21,6 +21,9 @@ BRIDGING = "10000"  # iterations: enough to spin from one operation to the next
 SHARING = "1000"
 WAITED = 0.05  # fraction of a step spent waiting above which the run is bound by generation
 TRIED = 64  # steps between two trials of the other thread count
+# A step that costs so many times what the one before it with as many threads cost has met other
+# programs on its cores, and the other count is tried at once.
+SLOWED = 1.5
 
 
 def limit_spinning(beside_servers: bool) -> None:
@@ -49,24 +52,26 @@ class Computes(Protocol):
 
 
 class Threads:
-    """Chooses how many threads compute a step: all of them, or, if that is faster, fewer by as many
-    as generate meanwhile.
+    """Chooses how many threads compute a step: all of them, or, if that is faster, fewer: by as many
+    as generate meanwhile, else by one, which leaves a core to whatever else is on the machine.
 
     Fewer are faster where the run waits for generation, and where threads whose cores are taken
     slow the trainer itself down (a step of a small model took 0.8 s with two threads on two cores
     beside a server and 0.3 s with one); a large model is faster with all of them. So both are tried
-    from time to time. A count holds for a whole step and is recorded, because the last bits of some
-    products depend on it.
+    from time to time, and when a step suddenly takes longer. A count holds for a whole step and is
+    recorded, because the last bits of some products depend on it.
 
     trainer: nothing is chosen if its `threads` is None. generating: threads that generate
-    meanwhile.
+    meanwhile; None if nothing may be chosen.
     """
 
-    def __init__(self, trainer: Computes, generating: int) -> None:
+    def __init__(self, trainer: Computes, generating: int | None) -> None:
         self._trainer = trainer
         self._most = trainer.threads
-        self._fewer = max(1, (self._most or 1) - generating)
-        self._chooses = self._most is not None and self._fewer < self._most
+        self._generating = generating or 0
+        self._fewer = max(1, (self._most or 1) - max(1, self._generating))
+        wanted = generating is not None and self._most is not None
+        self._chooses = wanted and self._fewer < (self._most or 1)
         self._cost: dict[int, float] = {}  # latest seconds per token, by count
         self._steps = 0
 
@@ -95,15 +100,19 @@ class Threads:
     def after(self, seconds: float, tokens: float) -> None:
         """Records what computing the step took."""
         # The first step also compiles and warms caches.
-        if self._trainer.threads is not None and self._chooses and self._steps > 1:
-            self._cost[self._trainer.threads] = seconds / max(tokens, 1)
+        count = self._trainer.threads
+        if count is not None and self._chooses and self._steps > 1:
+            cost = seconds / max(tokens, 1)
+            if cost > SLOWED * self._cost.get(count, cost):
+                self._cost.clear()
+            self._cost[count] = cost
 
     def choose(self, waited: float) -> int:
         """Returns the count for the next step."""
         most = self._most or 1
         if self._steps == 1:  # every run waits for its first groups
             return most
-        if waited > WAITED:
+        if self._generating and waited > WAITED:
             return self._fewer
         if missing := [count for count in (self._fewer, most) if count not in self._cost]:
             return missing[0]

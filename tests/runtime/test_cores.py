@@ -74,6 +74,21 @@ def test_a_run_that_does_not_wait_keeps_the_quicker_count_and_tries_the_other_no
     assert taken[-1] == 7 - better
 
 
+def test_a_run_that_generates_in_turns_leaves_one_core_where_that_is_quicker_whatever_it_waits():
+    assert counts(generating=0, waited=0.6, cost={3: 1.0, 4: 2.0}) == [4, 3, 4, 3, 3, 3, 3, 3]
+    assert counts(generating=0, waited=0.6, cost={3: 2.0, 4: 1.0}) == [4, 3, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_step_that_suddenly_takes_longer_has_the_other_count_tried_at_once():
+    taken, trainer = [], SimpleNamespace(threads=4)
+    with cores.Threads(trainer, 0) as threads:
+        for step in range(12):
+            busy = step >= 6  # another program has a core
+            taken.append(threads.before(0.0))
+            threads.after({4: 7.0 if busy else 1.0, 3: 1.6 if busy else 1.5}[taken[-1]], tokens=1)
+    assert taken == [4, 3, 4, 4, 4, 4, 4, 3, 3, 3, 3, 3]
+
+
 def test_what_the_first_step_took_says_nothing():
     taken, trainer = [], SimpleNamespace(threads=2)
     with cores.Threads(trainer, 1) as threads:
@@ -92,7 +107,7 @@ def test_a_trainer_keeps_a_thread(generating):
     ("trainer", "generating"),
     [
         (SimpleNamespace(threads=None), 1),
-        (SimpleNamespace(threads=4), 0),
+        (SimpleNamespace(threads=4), None),
         (SimpleNamespace(threads=1), 1),
     ],
 )
