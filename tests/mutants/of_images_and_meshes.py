@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        TORCH + "sampler.py",
+        TORCH + "prefill.py",
         ("tests/torch/test_prompt_images.py",),
         (
             "torch: a prefill's chunk ends within an image",

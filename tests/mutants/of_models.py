@@ -42,8 +42,8 @@ MUTANTS: list[Mutant] = [
         (SAMPLED,),
         (
             "JAX: a slot begins with the state of the sequence before",
-            "    matrices = jnp.where(first[:, None, None, None, None], 0, state.matrices)",
-            "    matrices = state.matrices",
+            "    matrices = jnp.where(first[:, None, None, None, None], 0, state.matrices)\n    seen",
+            "    matrices = state.matrices\n    seen",
         ),
     ),
     *planted(
