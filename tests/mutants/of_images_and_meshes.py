@@ -6,8 +6,6 @@ from tests.mutants.mutant import Mutant, planted
 
 JAX, TORCH = "backends/jax/areal_x_jax/", "backends/torch/areal_x_torch/"
 SQUARES = ("tests/hf/test_square_images.py",)
-SWAPPED = "tests/engines/vllm/test_vllm_families.py::test_after_a_swap_a_family_says_and_proves_what_the_new_weights_are"
-SWAPPED += "_and_no_part_of_them_can_be_left_out"
 MESHES = "tests/torch/test_family_meshes.py::test_two_processes_train_each_family_as_one_does"
 
 MUTANTS: list[Mutant] = [
@@ -113,7 +111,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "areal_x/engines/vllm/loading.py",
-        (f"{SWAPPED}[gemma4_text-tied]",),
+        ("tests/engines/vllm/test_loading.py",),
         (
             "a version without the factors of Gemma 4's layers is taken for whole",
             'FILLED_BUFFERS = (".e_score_correction_bias", ".layer_scalar")',
