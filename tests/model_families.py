@@ -422,10 +422,10 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
         TORCH_MESHES: {"qwen2_5_vl": "adapters-both"},
     },
     ("torch", "tensor"): {
-        TORCH_PAIRS: {family: family for family in OF_SHAPES if not family.startswith("gemma4")},
+        TORCH_PAIRS: {family: family for family in OF_SHAPES},
         TORCH_MESHES: {"qwen2_5_vl": "adapters-both", "qwen3_vl": "images-tensor"},
     },
-    ("torch", "expert"): {TORCH_PAIRS: {family: family for family in MIXTURES}},
+    ("torch", "expert"): {TORCH_PAIRS: {family: family for family in MIXTURES} | {"gemma4_text": "gemma4_text-1"}},
     ("torch", "context"): {TORCH_PAIRS: {family: family for family in OF_SHAPES if family not in SEEING_HYBRIDS}},
     ("torch", "stage"): {
         TORCH_STAGES: {family: x for family, x in OF_SHAPES.items() if family not in INSIDE and family != "llama4_text"}

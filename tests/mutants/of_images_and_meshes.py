@@ -90,6 +90,11 @@ MUTANTS: list[Mutant] = [
             '            elif name != whole and ( below == "act_fn"',
             '            elif True and ( below == "act_fn"',
         ),
+        (
+            "torch: a key head that processes share is trained on the queries of one",
+            "    return CopyToGroup.apply(outputs, group).narrow(-1, own * width, width)",
+            "    return outputs.narrow(-1, own * width, width)",
+        ),
     ),
     *planted(
         TORCH + "split_linear.py",

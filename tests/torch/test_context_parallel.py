@@ -43,11 +43,18 @@ class Threads:
         received.copy_(torch.cat([self.sent[other][self.rank()] for other in range(self.size())]))
         self.barrier.wait()
 
+    def all_reduce(self, x, group):
+        self.sent[self.rank()] = (x.clone(),)
+        self.barrier.wait()
+        x.copy_(sum(self.sent[other][0] for other in range(self.size())))
+        self.barrier.wait()
+
 
 def together(monkeypatch, processes, compute):
     """Returns the result of `compute(group, rank)` on each rank."""
     group = Threads(threading.Barrier(processes, timeout=60))
     monkeypatch.setattr(torch.distributed, "all_to_all_single", group.all_to_all_single)
+    monkeypatch.setattr(torch.distributed, "all_reduce", group.all_reduce)
 
     def one(rank):
         group.at.rank = rank

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
 from areal_x_torch import preflight
 from areal_x_torch.split_linear import exchanged_rows
-from areal_x_torch.tensor_split import SUMMED, styles_of
+from areal_x_torch.tensor_split import SUMMED, _own_head, styles_of
 from tests.model_families import CASES
 from tests.models import write_config
 
@@ -40,6 +42,9 @@ def test_each_process_has_its_part_of_every_fused_layer(monkeypatch: Any, proces
     for rank, (own, gradient) in enumerate(together(monkeypatch, processes, compute)):
         torch.testing.assert_close(own, expected[rank])
         torch.testing.assert_close(gradient, weights.chunk(processes)[rank])
+
+
+SIX_HEADS = {"hidden_size": 48, "num_attention_heads": 6}
 
 
 def model_of(case: str, **changes: Any) -> Any:
@@ -80,7 +85,15 @@ def test_a_parameter_among_split_ones_that_no_plan_names_is_refused() -> None:
             r"of the 39 outputs of the model's layers\.0\.mlp\.share",
         ),
         ("glm-0", {"intermediate_size": 47}, r"of the 47 outputs of the model's layers\.0\.mlp\.gate_up_proj"),
-        ("llama-0", {"num_key_value_heads": 1}, "of the model's num_key_value_heads = 1"),
+        ("phi3-0", {"num_key_value_heads": 1}, "of the model's num_key_value_heads = 1"),
+        ("olmo2-0", {"num_key_value_heads": 1}, "of the model's num_key_value_heads = 1"),
+        ("llama-0", SIX_HEADS | {"num_key_value_heads": 3}, "or a multiple of the model's num_key_value_heads = 3"),
+        (
+            "gemma4_text-1",
+            SIX_HEADS | {"num_key_value_heads": 2, "num_global_key_value_heads": 3},
+            "or a multiple of the model's num_key_value_heads = 3 in layer 1",
+        ),
+        ("gemma4_text-0", {"vocab_size_per_layer_input": 51}, "of the model's vocab_size_per_layer_input = 51"),
     ],
 )
 def test_what_a_tensor_group_does_not_divide_is_refused_at_check(
@@ -92,11 +105,24 @@ def test_what_a_tensor_group_does_not_divide_is_refused_at_check(
         preflight.check(TrainerConfig(model=ModelConfig(path=str(tmp_path)), mesh=mesh))
 
 
-def test_heads_of_unlike_layers_are_refused_by_name(tmp_path: Path) -> None:
-    write_config(CASES["gemma4_text-0"], tmp_path)
-    mesh = MeshConfig(processes=2, tensor=2)
-    with pytest.raises(ConfigError, match=r"heads and MLPs of a gemma4_text model cannot be sharded yet: use mesh\.fsdp"):
-        preflight.check(TrainerConfig(model=ModelConfig(path=str(tmp_path)), mesh=mesh))
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_that_share_a_key_head_take_it_from_all_and_sum_its_gradient(monkeypatch: Any, processes: int) -> None:
+    torch.manual_seed(0)
+    heads, width = 2, 3
+    keys, weight = torch.nn.Linear(5, heads * width), torch.randn(processes, width)
+    x = torch.randn(7, 5)
+    expected = torch.stack([keys(x).view(7, heads, width)[:, rank * heads // processes] for rank in range(processes)])
+    (whole,) = torch.autograd.grad((expected * weight[:, None]).sum(), keys.weight)
+
+    def compute(group: Any, rank: int) -> Any:
+        own = copy.deepcopy(keys)
+        own.register_forward_hook(partial(_own_head, width, group))
+        found = own(x)
+        return found, torch.autograd.grad((found * weight[rank]).sum(), own.weight)[0]
+
+    for rank, (found, gradient) in enumerate(together(monkeypatch, processes, compute)):
+        torch.testing.assert_close(found, expected[rank])
+        torch.testing.assert_close(gradient, whole)
 
 
 @pytest.mark.parametrize(

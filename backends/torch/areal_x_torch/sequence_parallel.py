@@ -13,6 +13,7 @@ delta rule) is computed as without this, for all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,9 @@ def install(model: PreTrainedModel, group: ProcessGroup) -> None:
     summed: list[nn.Parameter] = []
     for block in blocks:
         summed += block.parameters(recurse=False)
+        router = getattr(block, "router", None)  # Gemma 4's, beside its experts and not with them
+        if hasattr(block, "per_layer_input_gate"):
+            block.register_forward_pre_hook(partial(_own_layer_input, to_own))
         for child in block.children():
             layers = [x for x in child.children() if isinstance(x, nn.Linear)]
             if is_split_as_a_whole(child, layers):
@@ -78,8 +82,10 @@ def install(model: PreTrainedModel, group: ProcessGroup) -> None:
                 summed += [x.bias for x in layers if x.bias is not None and not x.by_rows]
                 others = (p for x in child.children() if x not in layers for p in x.parameters())
                 summed += [p for p in others if not isinstance(p, DTensor)]  # else split by heads
-            elif all(p.ndim < 2 for p in child.parameters()):  # a norm
-                summed += child.parameters()
+            elif isinstance(child, nn.Linear) or all(p.ndim < 2 for p in child.parameters()):
+                summed += child.parameters()  # a norm, or a product that is not split
+            elif child is router:  # whose choice the experts need for all tokens
+                _on_inputs(child, to_all)
             else:
                 _on_inputs(child, to_all)
                 _on_outputs(child, to_own)
@@ -104,6 +110,12 @@ def _on_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
     module.register_forward_pre_hook(changed, with_kwargs=True)
+
+
+def _own_layer_input(to_own: Callable[[Tensor], Tensor], _: nn.Module, args: Any) -> Any:
+    """Runs before a block of Gemma 4, whose second input is the embeddings for this layer."""
+    hidden, of_layer, *others = args
+    return hidden, to_own(of_layer), *others
 
 
 def _on_outputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -47,6 +47,7 @@ from areal_x_torch import sequence_parallel
 from areal_x_torch.context_parallel import check_context
 from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dtensors import local, split
+from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import is_experts
 from areal_x_torch.loading import materialize
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
@@ -291,12 +292,16 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Splits the embedding, and a language model's head; areal_x_torch.head combines the outputs of
+    """Splits the embeddings, and a language model's head; areal_x_torch.head combines the outputs of
     each process's words."""
     tied, layer = is_tied(model), head_layer(model)
     embedding = model.get_input_embeddings()
-    if embedding.weight is not None:  # else another stage has it
-        parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    decoder = inner_decoder(model)
+    # Gemma 4's embeddings for each layer, which are most of a small one's parameters.
+    of_layers = getattr(decoder, "embed_tokens_per_layer", None)
+    for words in (embedding, of_layers):
+        if words is not None and words.weight is not None:  # else another stage has it
+            parallelize_module(words, mesh, RowwiseParallel(input_layouts=Replicate()))
     if tied:
         layer.weight = embedding.weight
     elif not is_classifier(model):

@@ -4,11 +4,12 @@ MLP by its width.
     x ──▶ columns: own heads, own width ──▶ attention, activation ──▶ rows ──sum over the group──▶ x
 
 transformers has plans for most models, as styles by patterns of layers' names. Where it has none, or
-one that splits parameters but has every process compute all heads, the plan is here (`GIVEN`). Of an
-attention whose heads are split, a parameter that no plan names would have the gradient of this
-process's heads alone: it is found by its place, and summed over the group if it is a norm of single
-heads or of an activation, split if it has one sink for each head, and refused otherwise. Mixtures'
-experts are split in areal_x_torch.sharding.
+one that splits parameters but has every process compute all heads, the plan is here (`GIVEN`). If
+there are fewer key heads than processes, each computes the projections to all of them and takes the
+one that its queries attend to. Of an attention whose heads are split, a parameter that no plan names
+would have the gradient of this process's heads alone: it is found by its place, and summed over the
+group if it is a norm of single heads or of an activation, split if it has one sink for each head, and
+refused otherwise. Mixtures' experts are split in areal_x_torch.sharding.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ FUSED_HEADS = "queries, keys and values in one product"
 FUSED_WIDTH = "gate and up in one product"
 PART_OF_NORM = "a norm over all heads together, or with weights for each head"
 SINKS = "an attention with sinks, one for each head"
+SHARED_HEADS = "keys or values of fewer heads than there are processes"
 KNOWN = {COLUMNS, ROWS, SUMMED, SHARED_KEY, FUSED_HEADS, FUSED_WIDTH, PART_OF_NORM, SINKS}
 LINEAR = {COLUMNS: ColwiseParallel, ROWS: RowwiseParallel}
 
@@ -91,18 +93,42 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
         del plan[pattern]  # which `sharding.split_experts` splits
     for pattern in [pattern for pattern in plan if "linear_attn" in pattern.split(".")]:
         del plan[pattern]  # gated delta rule layers, which every process computes whole
-    unlike = getattr(config, "is_heterogeneous", False)  # heads of different layers
+    unlike = getattr(config, "is_heterogeneous", False) and FUSED_HEADS in plan.values()
     if not plan or unlike or set(plan.values()) - KNOWN:
         wanted = (
             f"1, as heads and MLPs of a {config.model_type} model cannot be sharded yet: use"
             " mesh.fsdp"
         )
         raise ConfigError("mesh.tensor", tensor, wanted)
-    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
-        count = getattr(config, what, None) or config.num_attention_heads
+    # Keys that are one product with others, or that a norm over all heads follows, are split alone.
+    apart = plan.get(f"{ATTENTION}k_proj") == COLUMNS and PART_OF_NORM not in plan.values()
+    for layer, where in _layers_of(config):
+        heads, kv_heads = layer.num_attention_heads, _kv_heads(layer)
+        if heads % tensor:
+            wanted = f"a divisor of the model's num_attention_heads = {heads}{where}"
+            raise ConfigError("mesh.tensor", tensor, wanted)
+        if kv_heads % tensor and not (apart and tensor % kv_heads == 0):
+            several = "or a multiple " if apart else ""
+            wanted = f"a divisor {several}of the model's num_key_value_heads = {kv_heads}{where}"
+            raise ConfigError("mesh.tensor", tensor, wanted)
+    # The second is the vocabulary of embeddings for each layer.
+    for what in ("vocab_size", "vocab_size_per_layer_input"):
+        count = getattr(config, what, None) or 0
         if count % tensor:
             raise ConfigError("mesh.tensor", tensor, f"a divisor of the model's {what} = {count}")
     return plan
+
+
+def _layers_of(config: PreTrainedConfig) -> list[tuple[Any, str]]:
+    """Returns the configs of single layers, with their place for a message, if layers differ (Gemma 4's
+    have heads of different numbers and widths), else the one of all."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [(config, "")]
+    return [(layer, f" in layer {i}") for i, layer in enumerate(config.per_layer_config)]
+
+
+def _kv_heads(layer: Any) -> int:
+    return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
 
 
 def styles_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
@@ -119,9 +145,12 @@ def styles_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
     for name, module in decoder.named_modules():
         if found := [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]:
             styles[name] = found[-1]
-            _check_width(name, module, found[-1], tensor)
+            if shares_heads(config, name, tensor):
+                styles[name] = SHARED_HEADS
+            _check_width(name, module, styles[name], tensor)
     for whole in [name.rpartition(".")[0] for name, style in styles.items() if style == ROWS]:
-        for name, module in decoder.get_submodule(whole).named_modules(prefix=whole):
+        attention = decoder.get_submodule(whole)
+        for name, module in attention.named_modules(prefix=whole):
             own = {x: tuple(p.shape) for x, p in module.named_parameters(recurse=False)}
             inside = any(f"{name}.".startswith(f"{layer}.") for layer in styles if layer != whole)
             below = name.removeprefix(f"{whole}.").partition(".")[0]
@@ -130,7 +159,7 @@ def styles_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
             if name == whole and own == {"sinks": (config.num_attention_heads,)}:
                 styles[name] = SINKS
             elif name != whole and (
-                below == "act_fn" or set(own.values()) == {(getattr(config, "head_dim", None),)}
+                below == "act_fn" or set(own.values()) == {(getattr(attention, "head_dim", None),)}
             ):
                 styles[name] = SUMMED
             else:
@@ -142,8 +171,19 @@ def styles_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
     return styles
 
 
+def shares_heads(config: PreTrainedConfig, name: str, tensor: int) -> bool:
+    """True if a layer of this name in the decoder gives keys or values of fewer heads than a tensor
+    group has processes."""
+    parts = name.split(".")
+    if parts[-1] not in ("k_proj", "v_proj"):
+        return False
+    layers = _layers_of(config)
+    layer, _ = layers[int(parts[1])] if len(layers) > 1 else layers[0]
+    return _kv_heads(layer) < tensor
+
+
 def _check_width(name: str, module: nn.Module, style: str, tensor: int) -> None:
-    if isinstance(module, nn.Linear) and style not in (SUMMED, SHARED_KEY):
+    if isinstance(module, nn.Linear) and style not in (SUMMED, SHARED_KEY, SHARED_HEADS):
         width = module.in_features if style == ROWS else module.out_features
         parts = tensor * (2 if style == FUSED_WIDTH else 1)
         if width % parts:
@@ -179,6 +219,8 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh, tokens_apart: bool = F
         elif style == SHARED_KEY:
             width = decoder.config.qk_rope_head_dim
             layer.register_forward_hook(partial(_shared_key, width, group))
+        elif style == SHARED_HEADS:
+            layer.register_forward_hook(partial(_own_head, above.head_dim, group))
 
 
 def _count_own_heads(attention: Any, tensor: int) -> tuple[int, ...]:
@@ -215,6 +257,13 @@ def _shared_key(width: int, group: ProcessGroup, _: nn.Module, __: Any, outputs:
     would sum the gradients of all processes' heads."""
     latent, key = outputs.split([outputs.shape[-1] - width, width], dim=-1)
     return torch.cat([latent, CopyToGroup.apply(key, group)], dim=-1)
+
+
+def _own_head(width: int, group: ProcessGroup, _: nn.Module, __: Any, outputs: Tensor) -> Tensor:
+    """Runs after a layer that gives all heads, one after another, of fewer than there are processes."""
+    heads = outputs.shape[-1] // width
+    own = group.rank() * heads // group.size()
+    return CopyToGroup.apply(outputs, group).narrow(-1, own * width, width)
 
 
 def replicated_in_tensor_group(
