@@ -165,7 +165,9 @@ def model_findings(
         tokenizers.append(load_tokenizer(model.directory))
         return tokens.check_end_tokens(tokenizers[0], model)
 
-    if (fleet := settings.fleet) is not None and fleet.divides:
+    if (fleet := settings.fleet) is not None:
+        yield look("served model", partial(servers.check_served, fleet, model))
+    if fleet is not None and fleet.divides:
         yield look("parallel sizes", partial(servers.check_widths, fleet, model))
     yield look("devices and mesh", mesh)
     if devices:

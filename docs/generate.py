@@ -94,6 +94,9 @@ a swap brings, heads tied and not, and proves them. What they compute on acceler
 * On a CPU vLLM leaves out the correction of ERNIE's routers, has no kernel for gpt-oss's experts, and differs from transformers
   with Llama 4 by up to 0.1 nats a token. Multimodal checkpoints of Gemma 3, Mistral Small, Llama 4 and Qwen3.5 were not
   served: an engine makes them only with a processor of images.
+* Of a Gemma 4's `rope_parameters` vLLM leaves out the factor of a proportional rotation and applies the part of the pairs of a
+  default one, which transformers does not: such a model, of which the hub has none, is up to 3 nats a token away, and refused.
+  SGLang reads no other fields there, so that linear, yarn and Llama 3's rotations are refused too.
 
 """
 

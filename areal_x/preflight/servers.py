@@ -10,6 +10,7 @@ from pathlib import Path
 
 from areal_x.engines.fleet.client import Client
 from areal_x.engines.fleet.config import FleetConfig
+from areal_x.engines.fleet.rotations import check_rotations
 from areal_x.engines.fleet.widths import check_model
 from areal_x.engines.scoring import server_scorer
 from areal_x.engines.sglang import engine as sglang_engine
@@ -94,6 +95,17 @@ def check_widths(config: FleetConfig, model: Model) -> str:
     widths = config.widths
     check_model(config.kind, config.binding, widths, model.config)
     return f"each server on {widths.accelerators} accelerators ({widths}): {config.kind} can divide the model so"
+
+
+def check_served(config: FleetConfig, model: Model) -> str:
+    """Checks that servers compute the model as the trainer does.
+
+    Raises: ConfigError for a head or a rotation that they leave out or read otherwise.
+    """
+    if config.kind == SGLangConfig.kind:
+        sglang_engine.check_head(model.directory)
+    check_rotations(config.kind, model.directory)
+    return f"{config.kind} reads its config as the trainer does"
 
 
 def query_all(

@@ -39,7 +39,7 @@ from areal_x.engines.fleet.proof.prover import question
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.proof.worker import PROVE
 from areal_x.hf.model_dir import read_tensors
-from tests.model_families import FAMILY_MODELS
+from tests.model_families import FAMILY_MODELS, ROTATIONS
 from tests.models import (
     MODELS,
     MORE,
@@ -73,6 +73,9 @@ FAMILIES: dict[str, Any] = {
     "gemma3-tied": ALL["gemma3"] | TIED,
     "gemma3": ALL["gemma3"] | UNTIED,
     **{f"{name}{head}": FAMILY_MODELS[name][0] | own for name in LATER for head, own in (("", UNTIED), ("-tied", TIED))},
+    # Rotations that vLLM reads: it leaves out the factor of a proportional one, which is refused.
+    "gemma4_text-turned": FAMILY_MODELS["gemma4_text"][2]
+    | {"rope_parameters": ROTATIONS | {"full_attention": ROTATIONS["full_attention"] | {"factor": 1.0}}},
     "glm4_moe": FAMILY_MODELS["glm4_moe"][0] | UNTIED,
     **{name: ALL[name] for name in ("qwen2_5_vl", "qwen2_5_vl-tied", "qwen3_vl", "qwen3_vl-tied")},
 }
@@ -84,7 +87,7 @@ def widened(config: dict[str, Any]) -> dict[str, Any]:
     text.update(WIDE)
     if "global_head_dim" in text:
         text["global_head_dim"] = 2 * WIDE["head_dim"]
-    if "rope_parameters" in text:
+    if "mrope_section" in text.get("rope_parameters", {}):
         text["rope_parameters"]["mrope_section"] = [8, 4, 4]
     if "vision_config" in config:
         config["vision_config"]["out_hidden_size"] = WIDE["hidden_size"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -116,6 +117,22 @@ def test_servers_that_could_not_divide_the_model_are_a_problem(
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "parallel sizes" in line]
         assert line.startswith(start)
         assert ("sglang.tensor = 3 cannot work: it must be 1 or 2: the model's 4 attention heads" in line) == bool(status)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_rotation_that_servers_compute_otherwise_is_a_problem(
+    engine: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turned = shutil.copytree(tiny_model_dir, tmp_path / "turned")
+    config = json.loads((turned / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
+    (turned / "config.json").write_text(json.dumps(config))
+    bindings = (f"train.engine = '{engine}'", "sglang.python = 'none'")
+    for served, start in ((tiny_model_dir, "ok       served model: "), (turned, "PROBLEM  served model: ")):
+        check.main(command(*bindings, model=served, tmp_path=tmp_path))
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "served model" in line]
+        assert line.startswith(start)
+        assert ("factor = 2.0 in the rope_parameters, which" in line) == (served == turned)
 
 
 def test_what_deltas_take_is_a_finding(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_x.engines.fleet.engine import FleetEngine
+from areal_x.engines.fleet.rotations import check_rotations
 from areal_x.engines.sglang.client import SGLangClient
 from areal_x.engines.sglang.config import SGLangConfig
 from areal_x.engines.sglang.installed import installed
@@ -52,6 +53,7 @@ class SGLangEngine(FleetEngine[SGLangConfig]):
             wanted = "False with train.engine = 'sglang', which does not return them yet"
             raise ConfigError("trainer.replay_experts", True, wanted)
         check_head(self.model)
+        check_rotations(self.config.kind, self.model)
         if not self.config.urls and trainer_here:  # else the nodes that serve need it
             check_exact(self.speculation, installed(self.config.python).is_cpu)
 

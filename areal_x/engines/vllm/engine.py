@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from areal_x.engines.fleet.engine import FleetEngine
 from areal_x.engines.fleet.replica import DirectSender
+from areal_x.engines.fleet.rotations import check_rotations
 from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient, vllm_client
@@ -34,6 +35,7 @@ class VLLMEngine(FleetEngine[VLLMConfig]):
 
     def check(self, trainer_here: bool) -> None:
         check_machine(self.config, trainer_here)
+        check_rotations(self.config.kind, self.model)
         if self.lora is not None:
             adapters.arguments(self.lora.rank)  # rejects a rank above vLLM's maximum
             check_delta(self.config, self.lora.rank)
