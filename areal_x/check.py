@@ -166,7 +166,10 @@ def model_findings(
         return tokens.check_end_tokens(tokenizers[0], model)
 
     if (fleet := settings.fleet) is not None:
-        yield look("served model", partial(servers.check_served, fleet, model))
+        yield look(
+            "served model",
+            partial(servers.check_served, fleet, model, bool(settings.trainer.lora.rank)),
+        )
     if fleet is not None and fleet.divides:
         yield look("parallel sizes", partial(servers.check_widths, fleet, model))
     yield look("devices and mesh", mesh)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from areal_x.engines.fleet.client import Client
 from areal_x.engines.fleet.config import FleetConfig
+from areal_x.engines.fleet.quantised import check_quantised
 from areal_x.engines.fleet.rotations import check_rotations
 from areal_x.engines.fleet.widths import check_model
 from areal_x.engines.scoring import server_scorer
@@ -97,14 +98,16 @@ def check_widths(config: FleetConfig, model: Model) -> str:
     return f"each server on {widths.accelerators} accelerators ({widths}): {config.kind} can divide the model so"
 
 
-def check_served(config: FleetConfig, model: Model) -> str:
-    """Checks that servers compute the model as the trainer does.
+def check_served(config: FleetConfig, model: Model, adapters: bool) -> str:
+    """Checks that servers compute the model as the trainer does. adapters: the trainer has some.
 
-    Raises: ConfigError for a head or a rotation that they leave out or read otherwise.
+    Raises: ConfigError for a head or a rotation that they leave out or read otherwise, and for a model
+    that cannot be sent in fp8.
     """
     if config.kind == SGLangConfig.kind:
         sglang_engine.check_head(model.directory)
     check_rotations(config.kind, model.directory)
+    check_quantised(config, adapters, model.directory, model.shapes)
     return f"{config.kind} reads its config as the trainer does"
 
 

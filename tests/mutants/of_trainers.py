@@ -265,14 +265,46 @@ MUTANTS: list[Mutant] = [
         TORCH + "fp8.py",
         ("tests/test_fp8.py",),
         (
-            "torch: fp8: the gradient is not rounded",
-            "d_x = round_tiles(gradient) @ rounded",
-            "d_x = gradient @ rounded",
-        ),
-        (
             "torch: fp8: experts are not rounded",
             "            module.multiply = grouped_product\n",
             "            pass\n",
+        ),
+    ),
+    *planted(
+        TORCH + "fp8_products.py",
+        ("tests/test_fp8.py",),
+        (
+            "torch: fp8: the gradient is not rounded",
+            "        return round_tiles(gradient) @ rounded",
+            "        return gradient @ rounded",
+        ),
+    ),
+    *planted(
+        TORCH + "fp8_products.py",
+        ("tests/torch/test_fp8_products.py",),
+        (
+            "torch: fp8: units of Blackwell get scales in the order of rows",
+            "apart.permute(0, 3, 2, 1, 4)",
+            "apart.permute(0, 3, 1, 2, 4)",
+        ),
+        (
+            "torch: fp8: a device whose units compute otherwise is trusted",
+            "> 0.01:",
+            "> 100.0:",
+        ),
+    ),
+    *planted(
+        "areal_x/hf/fp8_weights.py",
+        ("tests/hf/test_fp8_weights.py",),
+        (
+            "routers are published in fp8",
+            '    *(".gate", ".router", ".router.proj", ".shared_expert_gate"),\n',
+            "",
+        ),
+        (
+            "a scale of published fp8 weights is rounded to the nearest power of two",
+            "+ 0x7FFFFF) >> 23",
+            "+ 0x3FFFFF) >> 23",
         ),
     ),
     *planted(

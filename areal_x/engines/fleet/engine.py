@@ -36,6 +36,7 @@ from areal_x.engines.fleet.dispatcher import Dispatcher
 from areal_x.engines.fleet.elastic import Elastic
 from areal_x.engines.fleet.probe import probe_prompt
 from areal_x.engines.fleet.publisher import Publisher
+from areal_x.engines.fleet.quantised import check_quantised
 from areal_x.engines.fleet.replica import DirectSender, ExternalServer, Replica
 from areal_x.engines.fleet.speculation import check_draft
 from areal_x.engines.fleet.stager import Stager
@@ -154,6 +155,7 @@ class FleetEngine(Engine, Generic[C]):
         self._warned: set[str] = set()  # servers whose protection was looked at
         self._check_widths()
         check_draft(speculation, model)
+        check_quantised(config, self.lora is not None, model)
         self.check(trainer_here)
 
     def _check_widths(self) -> None:
@@ -208,6 +210,8 @@ class FleetEngine(Engine, Generic[C]):
             if few := open_files.enough_for(self.concurrency):
                 self.report(few)
             self.stager.open()
+            with waiting(whose(), "the servers' model to be written"):
+                await asyncio.to_thread(self.stager.write_served)
             self.publisher.sender = self.direct_sender()
             if self.config.urls:
                 for url in self.config.urls:
@@ -239,7 +243,7 @@ class FleetEngine(Engine, Generic[C]):
         """Returns the fields that the launch of every program has. number: the server's."""
         config = self.config
         return {
-            "model": self.model,
+            "model": self.stager.served_model,
             "log": self.logs / f"{config.binding}-{self._first + number}.log",
             "staging": self.stager.root,
             "context": self.context,

@@ -34,7 +34,8 @@ from areal_x.engines.fleet.staging import (
     Write,
 )
 from areal_x.hf import adapters as adapter_files
-from areal_x.hf.weight_copy import Tensors, WeightCopy
+from areal_x.hf import fp8_weights
+from areal_x.hf.weight_copy import Tensors, WeightCopy, write_shards
 from areal_x.protocols.engine import EngineError
 from areal_x.protocols.trainer import CopiesWeights, Scorer
 from areal_x.protocols.trainer_config import LoRAConfig
@@ -42,6 +43,7 @@ from areal_x.runtime import background
 from areal_x.runtime.loop import result
 from areal_x.runtime.waits import waiting, whose
 
+SERVED = "served"  # in the staging folder
 FULL_SECONDS = 1.0  # between two attempts to stage on a full file system
 
 
@@ -74,7 +76,8 @@ class Stager:
         self._probe_prompt = probe_prompt
         self._report = report
         self.dtypes: dict[str, str] = {}  # see Claiming
-        self._prove_every = prove_every
+        # Servers that compute in fp8 hold its numbers in forms of their own.
+        self._prove_every = 0 if config.quantization else prove_every
         self._claimed = 0
         self._copy = WeightCopy()
         self._history = History(config.delta, self._until_closed) if config.delta else None
@@ -114,6 +117,16 @@ class Stager:
         """The folder that every server must see."""
         assert self.staging is not None, "an engine that was started has it"
         return self.staging.root
+
+    @property
+    def served_model(self) -> Path:
+        """The directory of the model that servers start with."""
+        return self.root / SERVED if self._config.quantization else self._model
+
+    def write_served(self) -> None:
+        """Writes the model that servers start with, if it is another than the trainer's."""
+        if self._config.quantization:
+            fp8_weights.write_model(self.served_model, self._model)
 
     def remove_files(self) -> None:
         if self.staging is not None:
@@ -161,6 +174,8 @@ class Stager:
         if self._lora is not None:
             write = partial(adapter_files.write, config=self._lora, base=self._model)
             return self._copy.take(trainer.adapter()), write
+        if self._config.quantization:
+            return self._copy.take(trainer.weights()), _write_quantised
         if isinstance(trainer, CopiesWeights):
             assert self.staging is not None
             if (size := trainer.copy_weights(self.staging.root)) is not None:
@@ -237,3 +252,7 @@ class Stager:
     def metrics(self) -> dict[str, float]:
         """Returns what the newest publication wrote, if deltas are published."""
         return {} if self._history is None else self._history.metrics
+
+
+def _write_quantised(folder: Path, tensors: Tensors) -> dict[str, int]:
+    return write_shards(folder, fp8_weights.quantised(tensors))

@@ -17,6 +17,8 @@ from areal_x.engines.fleet.proof.regions import shared
 # The correction of a router's choice is a parameter of vLLM's own models, and a buffer of those that
 # transformers' layers make; Gemma 4's factor of a layer's output is a buffer of both.
 FILLED_BUFFERS = (".e_score_correction_bias", ".layer_scalar")
+# Scales of a quantised cache, parameters of every attention of a model in fp8: files may have none.
+OF_CACHE = (".attn.k_scale", ".attn.v_scale", ".attn.q_scale", ".attn.prob_scale")
 
 
 def read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
@@ -62,7 +64,8 @@ def needed(model: Any) -> set[str]:
     """Returns what each version of the weights must fill: parameters, and buffers that files have. Other
     buffers are computed or scale quantised keys."""
     buffers = (name for name, _ in model.named_buffers() if name.endswith(FILLED_BUFFERS))
-    return {name for name, _ in model.named_parameters()}.union(buffers)
+    parameters = (name for name, _ in model.named_parameters() if not name.endswith(OF_CACHE))
+    return set(parameters).union(buffers)
 
 
 def add_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
@@ -73,24 +76,29 @@ def add_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
 def incomplete(model: Any) -> set[str]:
     """Returns the layers that received a part of what they need. (Before the reload is finished.)
 
-    Counts only layers whose size is known exactly: quantised ones and vocabularies may be padded.
+    Counts only layers whose size is known exactly: those quantised otherwise than in blocks of fp8, and
+    vocabularies, may be padded.
     """
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     found = set()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        plain = isinstance(layer, LinearBase) and isinstance(
-            layer.quant_method, UnquantizedLinearMethod
-        )
-        if (
-            (plain or is_plain_mixture(layer))
-            and info.can_load()
-            and 0 < info.load_numel < info.load_numel_total
-        ):
+        if is_exact(layer) and info.can_load() and 0 < info.load_numel < info.load_numel_total:
             found.add(f"a part of {name}")
     return found
+
+
+def is_exact(layer: Any) -> bool:
+    """True if what a layer loads has as many numbers as its parameters."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+
+    method = getattr(layer, "quant_method", None)
+    if isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):
+        return True
+    in_blocks = isinstance(method, Fp8LinearMethod | Fp8MoEMethod) and method.block_quant
+    return in_blocks or is_plain_mixture(layer)
 
 
 def is_plain_mixture(layer: Any) -> bool:

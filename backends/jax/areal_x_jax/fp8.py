@@ -7,9 +7,9 @@ weights, activations and gradients, with a scale for each block.
 
 A scale is the power of two with which the largest number of its block is at most 448, the largest of
 e4m3: rounded numbers are then exact in bf16, and their products are computed so, with sums in fp32,
-on any device. The formulas are areal_x_torch.fp8's, to the bit. Weights are rounded from the compute
-precision, in which they are published. Source: arXiv 2412.19437, sections 3.3.1 and 3.3.2 (powers of
-two there for some activations, in V3.1 for all).
+unless the device has units for them (areal_x_jax.fp8_products). The formulas are areal_x_torch.fp8's,
+to the bit. Weights are rounded from the compute precision, in which they are published. Source: arXiv
+2412.19437, sections 3.3.1 and 3.3.2 (powers of two there for some activations, in V3.1 for all).
 
 Numbers of a mixture's experts are rounded alike, but their weights' gradients are products of the
 tiles of the other two, along features, which needs no second rounding by expert.
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from areal_x_jax import fp8_products
 from areal_x_jax.leaf import local_name
 from areal_x_jax.parameters import Params
 
@@ -77,16 +78,23 @@ def scales(
     return scale, inverse
 
 
-def _rounded(blocks: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float[Array, "*shape"]:
-    """Rounds to e4m3 with one scale for what is reduced along these axes."""
+def scaled(
+    blocks: Float[Array, "*shape"], axes: tuple[int, ...]
+) -> tuple[Float[Array, "*shape"], Float[Array, "*kept"]]:
+    """Returns e4m3 numbers with one scale for what is reduced along these axes, and the scales."""
     x = blocks.astype(jnp.float32)
     scale, inverse = scales(jnp.max(jnp.abs(x), axes, keepdims=True))
     # The barrier keeps the compiler from leaving out both conversions.
-    low = jax.lax.optimization_barrier((x * inverse).astype(jnp.float8_e4m3fn))
+    return jax.lax.optimization_barrier((x * inverse).astype(jnp.float8_e4m3fn)), scale
+
+
+def _rounded(blocks: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float[Array, "*shape"]:
+    low, scale = scaled(blocks, axes)
     return (low.astype(jnp.float32) * scale).astype(blocks.dtype)
 
 
-def _padded(x: Array, *axes: int) -> Array:
+def padded(x: Array, *axes: int) -> Array:
+    """Returns x with these of its last axes filled up to whole blocks."""
     return jnp.pad(x, [(0, -n % BLOCK if i - x.ndim in axes else 0) for i, n in enumerate(x.shape)])
 
 
@@ -94,7 +102,7 @@ def round_tiles(x: Float[Array, "*shape"], axis: int = -1) -> Float[Array, "*sha
     """Returns x rounded in tiles of 128 along one of the last two axes, the last tile being shorter
     where it must; in the dtype of x."""
     assert axis in (-1, -2)
-    whole = _padded(x, axis)
+    whole = padded(x, axis)
     *before, length = whole.shape[: whole.ndim + axis + 1]
     after = whole.shape[whole.ndim + axis + 1 :]
     tiles = whole.reshape(*before, length // BLOCK, BLOCK, *after)
@@ -105,7 +113,7 @@ def round_tiles(x: Float[Array, "*shape"], axis: int = -1) -> Float[Array, "*sha
 def round_blocks(kernel: Float[Array, "*stack in out"]) -> Float[Array, "*stack in out"]:
     """Returns kernels rounded in blocks of 128 × 128, those at the ends being smaller where they
     must. Rounding them again changes nothing."""
-    whole = _padded(kernel, -1, -2)
+    whole = padded(kernel, -1, -2)
     *stack, into, out = whole.shape
     blocks = whole.reshape(*stack, into // BLOCK, BLOCK, out // BLOCK, BLOCK)
     rounded = _rounded(blocks, (-3, -1)).reshape(whole.shape)
@@ -119,21 +127,17 @@ def linear(x: Float[Array, "... in"], kernel: Kernel) -> Float[Array, "... out"]
 
 @jax.custom_vjp
 def _linear(x: Array, rounded: Array) -> Array:
-    return round_tiles(x) @ rounded
+    return fp8_products.output(x, rounded)
 
 
 def _linear_forward(x: Array, rounded: Array) -> tuple[Array, tuple[Array, Array]]:
-    return round_tiles(x) @ rounded, (x, rounded)
+    return fp8_products.output(x, rounded), (x, rounded)
 
 
 def _linear_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, rounded = saved
     gradient = jax.lax.optimization_barrier(gradient)
-    along_tokens = (
-        round_tiles(part.reshape(-1, part.shape[-1]), axis=-2) for part in (x, gradient)
-    )
-    d_kernel = jax.lax.dot_general(*along_tokens, (((0,), (0,)), ((), ())))
-    return round_tiles(gradient) @ rounded.T, d_kernel
+    return fp8_products.of_input(gradient, rounded), fp8_products.of_kernel(x, gradient)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
