@@ -305,7 +305,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "gemma4": {"vision_config": GEMMA4_TOWER},
     "gemma4_unified": {"vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32}},
     "llama4": {"vision_config": LLAMA4_TOWER},
-    "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8}},
+    "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8}, "image_token_index": 99},
     "qwen3_5": {"vision_config": TOWER3_5, **IDS},
     "qwen3_5_moe": {"vision_config": TOWER3_5, **IDS},
 }
@@ -380,8 +380,9 @@ MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deep
 MIXTURES += ("llama4_text", "llama4", "ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
-OF_IMAGES = {family: family for family in SEE} | {"gemma3": "gemma3_vl"}
-TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)} | {"gemma3": "gemma3_vl"}
+OF_BOTH = {family: f"{family}_vl" for family in ("gemma3", "mistral3")}
+OF_IMAGES = {family: family for family in SEE} | OF_BOTH
+TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)} | OF_BOTH
 JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"
 JAX_MESHES = JAX.format("families", "meshes_compute_the_numbers_of_one_device")
 JAX_STAGES = JAX.format("sharding", "ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_between")

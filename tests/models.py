@@ -153,6 +153,29 @@ SEEING_SQUARES = {
     ),
 }
 
+# With a token of text after each row of an image's tokens: squares of 2 and 3 patches' sides, both activations, biases.
+ROW_BREAK = 6
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+PIXTRAL |= {"num_attention_heads": 2, "image_size": 64, "patch_size": 4}
+
+
+def seeing_rows(tower: dict[str, Any], tied: bool = False, merge: int = 2, **text: Any) -> dict[str, Any]:
+    text = SIZES | {"model_type": "mistral", "tie_word_embeddings": tied, "sliding_window": None} | text
+    beside = {"image_token_index": IMAGE, "spatial_merge_size": merge, "tie_word_embeddings": tied}
+    biased = {"multimodal_projector_bias": merge == 3}
+    return {"model_type": "mistral3", "text_config": text, "vision_config": PIXTRAL | tower, **beside, **biased}
+
+
+SEEING_ROWS = {
+    "mistral3_vl": seeing_rows({"hidden_act": "silu"}),
+    "mistral3_vl-tied": seeing_rows(
+        {"num_attention_heads": 4, "hidden_size": 32, "patch_size": 2}, True, num_key_value_heads=1
+    ),
+    "mistral3_vl-threes": seeing_rows(
+        {"num_hidden_layers": 3, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}, merge=3, rms_norm_eps=0.01
+    ),
+}
+
 # Several images in a sequence, ragged windows, two frames, none at all.
 PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
     (3, (1, 4, 6), 2, (2, 4, 4), 1),
@@ -200,7 +223,7 @@ DIVISIBLE = {
 
 def write_random(name: str, directory: Path) -> Path:
     """A random model of these names."""
-    see = SEEING | SEEING_HYBRIDS | SEEING_SQUARES
+    see = SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS
     return write_config((MODELS | MORE | DIVISIBLE | see)[name], directory, name in see, seed=len(name))
 
 
@@ -264,11 +287,25 @@ def seen_logits(model: Any, trajectory: Trajectory) -> Any:
     # It would take a token of the answer with an image's id for an image's: one that nothing else uses stands in for it.
     tokens[(tokens == IMAGE) & torch.tensor(trajectory.mask)] = STAND_IN
     kinds = (tokens == IMAGE).int()[None]
-    if model.config.model_type in image_format.SQUARE:
-        pixels = image_format.pixels_of(trajectory.images.patches, image_format.format_of(model.config))
-        return model(tokens[None], pixel_values=torch.tensor(pixels), token_type_ids=kinds).logits[0]
-    pixels, grids = torch.tensor(trajectory.images.patches), torch.tensor(trajectory.images.grids).long()
-    return model(tokens[None], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds).logits[0]
+    form, grids = image_format.format_of(model.config), trajectory.images.grids
+    if form.directed:
+        pixels = torch.tensor(trajectory.images.patches)
+        return model(
+            tokens[None], pixel_values=pixels, image_grid_thw=torch.tensor(grids).long(), mm_token_type_ids=kinds
+        ).logits[0]
+    given: dict[str, Any] = {"token_type_ids": kinds} if form.whole else {}
+    starts = np.cumsum(grids.prod(axis=1))[:-1]
+    each = [
+        image_format.pixels_of(patches, form, grid.tolist())[0]
+        for patches, grid in zip(np.split(trajectory.images.patches, starts), grids, strict=True)
+    ]
+    if not form.side:
+        given["image_sizes"] = [x.shape[1:] for x in each]
+    # What pads images of several sizes is not read.
+    pixels = np.full((len(each), 3, *(max(x.shape[axis] for x in each) for axis in (1, 2))), 7.0, np.float32)
+    for whole, x in zip(pixels, each, strict=True):
+        whole[:, : x.shape[1], : x.shape[2]] = x
+    return model(tokens[None], pixel_values=torch.tensor(pixels), **given).logits[0]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -292,12 +329,19 @@ def trajectories(*lengths: int, vocab: int = 50, seed: int = 0) -> list[Trajecto
     return made
 
 
-def image_prompt(*parts: int | tuple[int, int, int], merge: int = 2) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """Tokens of text (so many) and of images (of these grids), each image between its marks; the grids."""
+def image_prompt(
+    *parts: int | tuple[int, int, int], merge: int = 2, rows: bool = False
+) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """Tokens of text (so many) and of images (of these grids), each image between its marks; the grids. rows: a token of text
+    stands between the rows of an image's tokens."""
     tokens: list[int] = []
     for part in parts:
-        marked = [VISION_START, *[IMAGE] * (int(np.prod(part)) // merge**2), VISION_END]
-        tokens += [20] * part if isinstance(part, int) else marked
+        if isinstance(part, int):
+            tokens += [20] * part
+            continue
+        shown = np.full((part[0] * part[1] // merge, part[2] // merge), IMAGE)
+        shown = np.pad(shown, ((0, 0), (0, int(rows))), constant_values=ROW_BREAK)
+        tokens += [VISION_START, *shown.reshape(-1)[: shown.size - rows], VISION_END]
     return np.array(tokens, np.int32), [part for part in parts if not isinstance(part, int)]
 
 
@@ -306,11 +350,18 @@ def shown_to(
 ) -> list[Trajectory]:
     """Trajectories with images that this model takes, and without. ends: further parts of each prompt."""
     config, how = read_config(directory), {"answer": answer, "image_like": image_like, "seed": seed}
-    if config["model_type"] not in image_format.SQUARE:
-        return with_images(*((*parts, *ends) for parts in PROMPTS), **how)
     form = image_format.format_of(image_format.described_config(config))
-    prompts = [(*(form.blank if part == SQUARE else part for part in parts), *ends) for parts in SQUARE_PROMPTS]
-    return with_images(*prompts, features=form.features, merge=form.merge, **how)
+    prompts = SQUARE_PROMPTS if form.side else PROMPTS
+
+    def of_form(part: int | tuple[int, int, int]) -> int | tuple[int, int, int]:
+        if isinstance(part, int):
+            return part
+        frames, height, width = part
+        frames = frames if form.directed else 1
+        return form.blank if part == SQUARE else (frames, height // 2 * form.merge, width // 2 * form.merge)
+
+    made = [(*map(of_form, parts), *ends) for parts in prompts]
+    return with_images(*made, features=form.features, merge=form.merge, rows=form.rows, **how)
 
 
 def with_images(
@@ -320,13 +371,14 @@ def with_images(
     seed: int = 0,
     features: int = 3 * 2 * 4 * 4,
     merge: int = 2,
+    rows: bool = False,
 ) -> list[Trajectory]:
     """A trajectory for each prompt of `image_prompt`, text, patches and answer drawn; patches are as those of SEEING.
     image_like: one token of the answer has the id of an image's."""
     rng = np.random.default_rng(seed)
     made = []
     for parts in prompts:
-        prompt, grids = image_prompt(*parts, merge=merge)
+        prompt, grids = image_prompt(*parts, merge=merge, rows=rows)
         prompt = np.where(prompt == 20, rng.integers(9, 49, len(prompt)), prompt).astype(np.int32)
         drawn = rng.integers(9, 49, answer).astype(np.int32)
         if image_like:

@@ -30,9 +30,10 @@ pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mistral Small as it is on the hub: in bf16, with a tower and a projector that no text goes through."""
-    plain = write_config(CASES["mistral3-0"], tmp_path_factory.mktemp("plain"))
-    directory = tmp_path_factory.mktemp("mistral3")
+    """A Gemma 3 in bf16, as models are on the hub, with a tower of which the patches make no square of tokens: its language
+    model alone is trained."""
+    plain = write_config(CASES["gemma3-2"] | {"mm_tokens_per_image": 3}, tmp_path_factory.mktemp("plain"))
+    directory = tmp_path_factory.mktemp("gemma3")
     read = model_dir.read_tensors(plain)
     model_dir.write_model(directory, plain, ((name, x.astype(ml_dtypes.bfloat16)) for name, x in read))
     return directory
@@ -77,7 +78,7 @@ def test_adapters_are_merged_into_the_tensors_of_their_modules(backend: str, sou
     adapter = {name: random.normal(size=x.shape) for name, x in trainer_of(backend, source, rank=2).adapter()}
     assert all("model.language_model.layers." in name for name in adapter)
     before = dict(model_dir.read_tensors(source))
-    merged = dict(adapters.merge(before.items(), adapter.items(), {"r": 2, "lora_alpha": 2}, "mistral3"))
+    merged = dict(adapters.merge(before.items(), adapter.items(), {"r": 2, "lora_alpha": 2}, "gemma3"))
     assert merged.keys() == before.keys()
     changed = {name for name in before if not np.array_equal(merged[name], before[name])}
     assert len(changed) == len(adapter) / 2
@@ -87,7 +88,7 @@ def test_adapters_are_merged_into_the_tensors_of_their_modules(backend: str, sou
 def test_images_are_refused_before_a_run_and_in_a_batch(backend: str, source: Path) -> None:
     config = TrainerConfig(ModelConfig(str(source)))
     assert not load_backend(backend).check(config).images
-    with pytest.raises(UserError, match=r"is a mistral3, which is trained on text alone: train .* or Gemma 3"):
+    with pytest.raises(UserError, match="do not become mm_tokens_per_image = 3 tokens"):
         load_image_reader(str(source))
     seen = pack(with_images((3, (1, 4, 4), 2)), 32).batch
     with pytest.raises(UserError, match="the batch has images"):

@@ -1,25 +1,29 @@
 """How a vision-language model takes images: as patches, of which squares share a token.
 
-Two kinds of families. Qwen's take images of any size, each a grid of patches, and count positions in
-three directions (`image_positions.mrope_positions`). Gemma 3's take images of one size, count
-positions as for text, and let the tokens of an image see those after them, up to its end.
+    Qwen       images of any size; positions in three directions (`image_positions.mrope_positions`)
+    Gemma 3    images of one size, whose tokens see each other
+    Mistral 3  images of any size; a token of text ends each row of an image's tokens
+
+Positions are counted as for text and attention is causal where nothing else is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Bool, Float32, Int
 
 from areal_x.errors import UserError
-from areal_x.hf.image_positions import Grid, check_grids
+from areal_x.hf.image_positions import Grid, check_count, check_grids, image_spans
 
-SQUARE = ("gemma3",)  # model types with images of one size
+# Model types that are trained with images: those with positions in three directions, and others.
+DIRECTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+SEEN = ("gemma3", "mistral3")
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,16 @@ class ImageFormat:
     """Size of a patch: (channels, [frames,] height, width)."""
 
     side: int = 0
-    """Patches along each side of every image; 0 if images differ in size. Then positions are counted
-    in three directions, and attention is causal within an image too."""
+    """Patches along each side of every image; 0 if images differ in size."""
+
+    directed: bool = False
+    """True if positions are counted in time, height and width."""
+
+    whole: bool = False
+    """True if the tokens of an image see each other, those after them too."""
+
+    rows: bool = False
+    """True if a token of text follows each row of an image's tokens."""
 
     @property
     def features(self) -> int:
@@ -65,18 +77,43 @@ class ImageFormat:
                 f" {self.side}×{self.side}: use the processor that it came with"
             )
 
+    def spans(
+        self,
+        tokens: Int[np.ndarray, " length"],
+        grids: Sequence[Grid],
+        sampled: Bool[np.ndarray, " length"] | None = None,
+    ) -> list[tuple[int, int]]:
+        """Returns where the tokens begin and where they end of each image of a sequence, or of each
+        row of one where text stands between rows. See `image_positions.image_spans`.
+
+        Raises: UserError if the tokens do not match the images.
+        """
+        runs = grids
+        if self.rows:
+            check_count(tokens, grids, self.token, self.merge, sampled)
+            runs = [
+                (1, self.merge, width)
+                for _, height, width in grids
+                for _ in range(height // self.merge)
+            ]
+        apart = self.whole or self.rows
+        return image_spans(tokens, runs, self.token, self.merge, sampled, apart)
+
 
 def format_of(config: Any) -> ImageFormat:
     """Reads the format of a vision-language model from transformers' config object.
 
     Raises: UserError for images of one size that do not divide into patches, or those into squares.
     """
-    tower = config.vision_config
-    if config.model_type not in SQUARE:
+    tower, token = config.vision_config, config.image_token_id
+    if config.model_type == "mistral3":
+        patch = tower.num_channels, tower.patch_size, tower.patch_size
+        return ImageFormat(token, config.spatial_merge_size, patch, rows=True)
+    if config.model_type != "gemma3":
         channels = tower.in_chans if hasattr(tower, "in_chans") else tower.in_channels
         size = tower.patch_size
         of_frames = channels, tower.temporal_patch_size, size, size
-        return ImageFormat(config.image_token_id, tower.spatial_merge_size, of_frames)
+        return ImageFormat(token, tower.spatial_merge_size, of_frames, directed=True)
     if not divides(config):
         raise UserError(
             f"config.json: images of image_size = {tower.image_size} in patches of patch_size ="
@@ -86,7 +123,17 @@ def format_of(config: Any) -> ImageFormat:
     side = tower.image_size // tower.patch_size
     merge = side // isqrt(config.mm_tokens_per_image)
     patch = tower.num_channels, tower.patch_size, tower.patch_size
-    return ImageFormat(config.image_token_id, merge, patch, side)
+    return ImageFormat(token, merge, patch, side, whole=True)
+
+
+def takes_images(config: Any) -> bool:
+    """True if a model of transformers' config object is trained with images, where a backend has its
+    tower: of others the language model alone is, on text."""
+    if getattr(config, "vision_config", None) is None:
+        return False
+    if config.model_type == "gemma3":
+        return divides(config)
+    return config.model_type in (*DIRECTED, *SEEN)
 
 
 def divides(config: Any) -> bool:
@@ -108,27 +155,32 @@ def patches_of(
     pixels: Float32[np.ndarray, "images channels height width"], form: ImageFormat
 ) -> tuple[Float32[np.ndarray, "patches features"], Int[np.ndarray, "images 3"]]:
     """Cuts images of one size into patches, those that share a token one after another; returns them
-    and the images' grids. Raises: UserError for images of another size."""
+    and the images' grids. Raises: UserError for images of a size that the tower does not take."""
     images, merge, (channels, *size) = len(pixels), form.merge, form.patch
-    side, squares = form.side, form.side // form.merge
-    wanted = channels, *(side * n for n in size)
+    rows, columns = (n // own for n, own in zip(pixels.shape[2:], size, strict=True))
+    if form.side:
+        rows = columns = form.side
+    wanted = channels, rows * size[0], columns * size[1]
     if pixels.shape[1:] != wanted:
         raise UserError(
             f"the model's processor makes images of {pixels.shape[1:]}, but its tower takes {wanted}:"
             " correct size in preprocessor_config.json"
         )
-    cut = pixels.reshape(images, channels, squares, merge, size[0], squares, merge, size[1])
+    check_grids([(1, rows, columns)], merge)
+    cut = pixels.reshape(
+        images, channels, rows // merge, merge, size[0], columns // merge, merge, size[1]
+    )
     patches = cut.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, form.features)
-    return patches, np.tile(np.array(form.blank, np.int32), (images, 1))
+    return patches, np.tile(np.array([1, rows, columns], np.int32), (images, 1))
 
 
-def pixels_of(patches: Any, form: ImageFormat) -> Any:
+def pixels_of(patches: Any, form: ImageFormat, grid: Sequence[int] = ()) -> Any:
     """The inverse of `patches_of`, for arrays of numpy or tensors of torch: the pixels [images,
-    channels, height, width] of patches."""
+    channels, height, width] of patches. grid: of each image; needed if images differ in size."""
     merge, (channels, *size) = form.merge, form.patch
-    side, squares = form.side, form.side // form.merge
-    cut = patches.reshape(-1, squares, squares, merge, merge, channels, *size)
+    _, rows, columns = grid or form.blank
+    cut = patches.reshape(-1, rows // merge, columns // merge, merge, merge, channels, *size)
     # torch has no transpose of all axes, numpy no permute.
     moved = np.transpose if isinstance(patches, np.ndarray) else type(patches).permute
     joined = moved(cut, (0, 5, 1, 3, 6, 2, 4, 7))
-    return joined.reshape(-1, channels, *(side * n for n in size))
+    return joined.reshape(-1, channels, rows * size[0], columns * size[1])

@@ -18,7 +18,7 @@ from areal_x.types import Batch
 Grid = tuple[int, int, int]
 TEXT_ONLY = (
     "the batch has images and the model reads text only: train a vision-language model, Qwen2.5-VL,"
-    " Qwen3-VL or Gemma 3"
+    " Qwen3-VL, Gemma 3 or Mistral Small 3.1"
 )
 
 
@@ -74,13 +74,7 @@ def image_spans(
 
     Raises: UserError if the tokens do not match the images.
     """
-    is_image = image_tokens(tokens, image_token_id, sampled)
-    wanted = count_patches(grids) // merge**2
-    if is_image.sum() != wanted:
-        raise UserError(
-            f"a sequence has {is_image.sum()} image tokens, but its {len(grids)} images need"
-            f" {wanted}"
-        )
+    is_image = check_count(tokens, grids, image_token_id, merge, sampled)
     spans: list[tuple[int, int]] = []
     start = 0
     for grid in grids:
@@ -98,6 +92,25 @@ def image_spans(
         start = first + count
         spans.append((first, start))
     return spans
+
+
+def check_count(
+    tokens: Int[np.ndarray, " length"],
+    grids: Sequence[Grid],
+    image_token_id: int,
+    merge: int,
+    sampled: Bool[np.ndarray, " length"] | None = None,
+) -> Bool[np.ndarray, " length"]:
+    """Returns `image_tokens` of a sequence. Raises: UserError if they are not as many as its images
+    need."""
+    is_image = image_tokens(tokens, image_token_id, sampled)
+    wanted = count_patches(grids) // merge**2
+    if is_image.sum() != wanted:
+        raise UserError(
+            f"a sequence has {is_image.sum()} image tokens, but its {len(grids)} images need"
+            f" {wanted}"
+        )
+    return is_image
 
 
 def image_tokens(

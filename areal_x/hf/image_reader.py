@@ -7,8 +7,9 @@ ever downloaded:
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo…"}}
 
 The chat template writes one image token for each; it is repeated here once for each merged patch of
-the image's grid, as Hugging Face's processors do. Gemma 3's writes one token at which an image
-begins: the image's tokens follow it, then one at which it ends.
+the image's grid, as Hugging Face's processors do, with a token after each row of them for Mistral's
+models. Gemma 3's writes one token at which an image begins: the image's tokens follow it, then one at
+which it ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from jaxtyping import Int32
 
 from areal_x.errors import TaskError, UserError
 from areal_x.hf.image_format import (
-    SQUARE,
+    DIRECTED,
+    SEEN,
     ImageFormat,
     described_config,
     format_of,
@@ -40,7 +42,9 @@ MAX_BYTES = 20 * 2**20  # of one image as a file
 # of one image, before the model's processor scales it down: 100 MB as bytes of RGB
 MAX_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
-WANTED = "train a vision-language model, Qwen2.5-VL, Qwen3-VL or Gemma 3"
+WANTED = "train a vision-language model, Qwen2.5-VL, Qwen3-VL, Gemma 3 or Mistral Small 3.1"
+# Texts of the tokens after each row of a Mistral's image, and after the last (PixtralProcessor).
+ROW_ENDS = ("[IMG_BREAK]", "[IMG_END]")
 CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
 
 Urls = tuple[str, ...]
@@ -93,11 +97,14 @@ class ImageReader:
     """Ids of the tokens between which an image's stand, of which the template writes the first; None if
     the template writes the image token itself."""
 
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of each call of the image processor."""
+
     def read(self, urls: Urls) -> Images:
         """The patches of the images. Raises: UnreadableImage."""
         images = [_decode(url) for url in urls]
         try:
-            read = self.process(images=images, return_tensors="np")
+            read = self.process(images=images, return_tensors="np", **self.options)
         # a shape that the model does not support, such as 1×300 pixels
         except (ValueError, ZeroDivisionError) as error:
             sizes = ", ".join(f"{image.width}×{image.height}" for image in images)
@@ -112,6 +119,13 @@ class ImageReader:
                     " which is not supported: set do_pan_and_scan to false in preprocessor_config.json"
                 )
             return Images(*patches_of(pixels, self.form))
+        if not self.form.directed:
+            sizes = np.asarray(read["image_sizes"]).tolist()
+            each = [
+                patches_of(x[None, :, :height, :width], self.form)
+                for x, (height, width) in zip(pixels, sizes, strict=True)
+            ]
+            return Images(*map(np.concatenate, zip(*each, strict=True)))
         grids = np.asarray(read["image_grid_thw"], np.int32)
         check_grids(grids.tolist(), self.form.merge)
         return Images(pixels, grids)
@@ -124,7 +138,7 @@ class ImageReader:
         """
         if self.ends is None:
             tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-            return self.expand_tokens(tokens, images)
+            return self.expand_tokens(tokens, images, self._row_ends(tokenizer))
         counts = self._counts(images)
         # In the text, as the line breaks around an image join others to tokens of their own.
         begin, end, image = tokenizer.convert_ids_to_tokens([*self.ends, self.form.token])
@@ -137,17 +151,40 @@ class ImageReader:
         return tokens
 
     def expand_tokens(
-        self, tokens: Int32[np.ndarray, " T"], images: Images
+        self,
+        tokens: Int32[np.ndarray, " T"],
+        images: Images,
+        row_ends: tuple[int, int] | None = None,
     ) -> Int32[np.ndarray, " prompt"]:
         """Repeats each image token of a rendered chat template once for each square of its image.
+        row_ends: ids of the tokens after each row of them, and after the last.
 
         Raises: UserError if the template did not write one token for each image.
         """
         places, counts = np.flatnonzero(tokens == self.form.token), self._counts(images)
         self._check_count(len(places), len(counts))
-        repeats = np.ones(len(tokens), np.int64)
-        repeats[places] = counts
-        return np.repeat(tokens, repeats)
+        shown = [np.full(count, self.form.token) for count in counts]
+        if row_ends is not None:
+            for i, (_, _, width) in enumerate(images.grids.tolist()):
+                rows = shown[i].reshape(-1, width // self.form.merge)
+                shown[i] = np.pad(rows, ((0, 0), (0, 1)), constant_values=row_ends[0]).reshape(-1)
+                shown[i][-1] = row_ends[1]
+        first, *others = np.split(tokens, places)
+        parts = [first, *(x for n, rest in zip(shown, others, strict=True) for x in (n, rest[1:]))]
+        return np.concatenate(parts).astype(np.int32)
+
+    def _row_ends(self, tokenizer: Any) -> tuple[int, int] | None:
+        """Raises: UserError for a tokenizer without these tokens."""
+        if not self.form.rows:
+            return None
+        known = tokenizer.get_vocab()
+        if missing := [name for name in ROW_ENDS if name not in known]:
+            raise UserError(
+                f"the tokenizer of {self.directory} has no token {missing[0]}, which stands between"
+                " the rows of an image: use the tokenizer that came with the model"
+            )
+        row, last = (known[name] for name in ROW_ENDS)
+        return row, last
 
     def _counts(self, images: Images) -> list[int]:
         """Returns the number of tokens of each image."""
@@ -180,15 +217,16 @@ def load_image_reader(directory: str) -> ImageReader:
     """Loads the image processor of a model. Raises: UserError for a text-only model, or a processor
     that does not load."""
     config = read_config(Path(directory))
-    model_type, tower = config.get("model_type"), config.get("vision_config", {})
-    if model_type in SQUARE and tower:
-        described = described_config(config)
-        form, ends = format_of(described), (described.boi_token_id, described.eoi_token_id)
-    elif "image_token_id" in config and "spatial_merge_size" in tower:
-        form, ends = format_of(described_config(config)), None
-    else:
+    model_type, tower = config.get("model_type"), config.get("vision_config")
+    if model_type not in (*DIRECTED, *SEEN) or not tower:
         reads = f"is a {model_type}, which is trained on text alone" if tower else "reads text only"
         raise UserError(f"the prompt has images and {directory} {reads}: {WANTED}")
+    described = described_config(config)
+    form, ends, options = format_of(described), None, {}
+    if model_type == "gemma3":
+        ends = described.boi_token_id, described.eoi_token_id
+    if form.rows:  # the tower's patches in squares, as PixtralProcessor asks for
+        options["patch_size"] = form.merge * form.patch[-1]
     try:
         from transformers import AutoImageProcessor
 
@@ -203,7 +241,7 @@ def load_image_reader(directory: str) -> ImageReader:
         raise UserError(
             f"{directory} has no image processor that loads ({reason}): {wanted}"
         ) from error
-    return ImageReader(process, form, directory, ends)
+    return ImageReader(process, form, directory, ends, options)
 
 
 def _url(part: Mapping[str, Any]) -> str:

@@ -36,11 +36,11 @@ from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, OptimizerCo
 from areal_x.testing.models import write_model
 from areal_x.types import Batch, Group, Policy, Task
 from areal_x.workflows.single_turn import SingleTurn
-from tests import forking
+from tests import forking, row_images
 from tests.config.test_bad_input import RECIPES
 from tests.conftest import environment_with
 from tests.experiments import TASKS, tiny_experiment
-from tests.models import SEEING_SQUARES
+from tests.models import SEEING_ROWS, SEEING_SQUARES
 from tests.ones import counts_ones
 from tests.square_images import write_prompt_files
 from tests.thorough import further
@@ -656,6 +656,18 @@ def test_servers_on_a_cpu_are_no_engine_for_images_that_see_themselves(
         fit(served, pictures(1), squares)
     monkeypatch.setattr(features, "is_cpu_build", lambda: False)
     assert "the longest of the first 1 prompts" in fit(replace(served, row_length=256), pictures(1), squares)
+
+
+def test_vllm_servers_are_no_engine_for_images_with_text_between_their_rows(experiment, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from examples.vision.task import pictures
+
+    row_images.write_prompt_files(tmp_path, SEEING_ROWS["mistral3_vl"])
+    (tmp_path / "config.json").write_text(json.dumps(SEEING_ROWS["mistral3_vl"]))
+    of, longer = model.Model(tmp_path, {}), replace(experiment, backend="torch", row_length=256)
+    assert "the longest of the first 1 prompts" in fit(longer, pictures(1), of)
+    with pytest.raises(UserError, match=r"requests to vLLM servers cannot say: use train\.engine = 'embedded'"):
+        fit(replace(longer, engine="vllm"), pictures(1), of)
 
 
 def fit(experiment: Experiment, tasks: list[Task], of: model.Model) -> str:

@@ -23,7 +23,7 @@ from areal_x.algorithms.mismatch import LagMetrics
 from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.batch import Models
 from areal_x.batching.packing import pack
-from areal_x.hf.image_format import SQUARE
+from areal_x.hf.image_format import DIRECTED
 from areal_x.hf.model_dir import read_config
 from areal_x.protocols.shares import own_rows
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -54,7 +54,7 @@ TAUGHT = losses.combine(ONE, losses.divergence)
 
 def shown(directory: Path, seed: int) -> list[Trajectory]:
     """Rows with several images that this model takes, and rows without any."""
-    if read_config(directory)["model_type"] not in SQUARE:
+    if read_config(directory)["model_type"] in DIRECTED:
         return with_images(*SEEN, image_like=False, seed=seed)
     return shown_to(directory, image_like=False, seed=seed) + with_images((45,), (44,), image_like=False, seed=seed)
 

@@ -24,6 +24,7 @@ from tests.models import (
     PROMPTS,
     SEEING,
     SEEING_HYBRIDS,
+    SEEING_ROWS,
     SEEING_SQUARES,
     reference_model,
     seen_logits,
@@ -57,8 +58,8 @@ def logps_of(of, made):
 
 @pytest.mark.parametrize(
     ("name", "image_like"),
-    [*((name, False) for name in SEEING | SEEING_HYBRIDS | SEEING_SQUARES)]
-    + [(name, True) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3_vl-untied")],
+    [*((name, False) for name in SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS)]
+    + [(name, True) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3_vl-untied", "mistral3_vl")],
 )
 def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(model_dir_of, name, image_like):
     made = shown_to(model_dir_of(name), image_like=image_like)
@@ -70,7 +71,7 @@ def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(mode
         np.testing.assert_allclose(ours[1:], expected.numpy(), atol=1e-4 if name in SEEING_HYBRIDS else 2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES, *SEEING_ROWS])
 def test_gradients_are_those_of_each_sequence_alone(model_dir_of, name):
     made = shown_to(model_dir_of(name), image_like=False)
     batch = pack(made, ROW).batch
@@ -101,7 +102,7 @@ def rows_of(trainer, batch):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl-tied", "qwen3_vl", "gemma3_vl-headed"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl-tied", "qwen3_vl", "gemma3_vl-headed", "mistral3_vl-tied"])
 def test_what_is_saved_after_a_step_says_the_same_in_transformers_and_goes_on(model_dir_of, tmp_path, name):
     made = shown_to(model_dir_of(name), image_like=False)
     packed = pack(made, ROW)

@@ -20,7 +20,8 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.errors import UserError
 from areal_x.hf.image_format import (
-    SQUARE,
+    DIRECTED,
+    SEEN,
     ImageFormat,
     described_config,
     format_of,
@@ -39,22 +40,34 @@ RAW = 3  # vLLM's number for bytes in msgpack
 def served_format(model: Path) -> ImageFormat:
     """Returns how a served model takes images. Raises: UserError for a text-only model."""
     config = read_config(model)
-    if "image_token_id" not in config and config.get("model_type") not in SQUARE:
+    if config.get("model_type") not in (*DIRECTED, *SEEN) or not config.get("vision_config"):
         raise UserError(
             f"the prompt has images but {model} is a text-only model: train a vision-language model"
         )
     return format_of(described_config(config))
 
 
-def check_causal(model: Path, config: VLLMConfig) -> None:
-    """Raises: UserError for a model in which the tokens of an image see each other, if the run starts
-    servers on a CPU: vLLM's attention is causal there too, and samples from another distribution."""
-    sees_itself = read_config(model).get("model_type") in SQUARE
-    if sees_itself and not config.urls and is_cpu_build():
+def check_served(model: Path, config: VLLMConfig) -> None:
+    """Raises: UserError for a model whose images cannot be sent to vLLM servers, or that they would
+    compute otherwise.
+
+    A request gives an image's place as one run of tokens, all of which its embeddings replace. On a CPU
+    vLLM's attention is causal within images too.
+    """
+    read = read_config(model)
+    if read.get("model_type") not in SEEN:
+        return
+    form = format_of(described_config(read))
+    instead = "use train.engine = 'embedded' with train.backend = 'torch'"
+    if form.rows:
+        raise UserError(
+            f"the prompt has images and {model} has tokens of text between the rows of an image's"
+            f" tokens, which requests to vLLM servers cannot say: {instead}"
+        )
+    if form.whole and not config.urls and is_cpu_build():
         raise UserError(
             f"the prompt has images and {model} lets the tokens of an image see each other, which"
-            " vLLM's attention on a CPU does not: use train.engine = 'embedded' with train.backend ="
-            " 'torch', or servers on GPUs"
+            f" vLLM's attention on a CPU does not: {instead}, or servers on GPUs"
         )
 
 

@@ -371,7 +371,7 @@ def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:
     numbers."""
     has = (
         "has a vision tower, whose positions are counted differently"
-        if arch.vision is not None and not arch.vision.side
+        if arch.vision is not None and arch.vision.sections
         else ""
     )
     if arch.chunked:

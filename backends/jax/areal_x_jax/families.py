@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_x.errors import UserError
-from areal_x.hf.image_format import SQUARE
+from areal_x.hf.image_format import SEEN
 from areal_x.hf.model_dir import CAUSAL, CLASSIFIER, CONDITIONAL, stem
 from areal_x.hf.model_parts import with_parts
 
@@ -337,7 +337,7 @@ for _stem, (_model_type, _module, _memory) in MULTIMODAL.items():
         module=_module,
         memory=_memory,
         text_type=_text.model_type,
-        has_vision=_model_type in SQUARE,
+        has_vision=_model_type in SEEN,
     )
 # Fields of other families that change what a model computes, with the values that change nothing.
 # transformers ignores them in the families above; other programs may not.

@@ -19,7 +19,6 @@ from areal_x.hf.image_positions import (
     batch_images,
     check_grids,
     count_patches,
-    image_spans,
     image_tokens,
     mrope_positions,
 )
@@ -71,9 +70,10 @@ def image_arrays(
         )
     )
     places = image_places(of_image)
-    if arch.side:
-        return ImageArrays(patches, layout, places, blocks=blocks_of(batch, of_image, grids, arch))
-    return ImageArrays(patches, layout, places, positions_of(batch, of_image, grids, arch))
+    if arch.form.directed:
+        return ImageArrays(patches, layout, places, positions_of(batch, of_image, grids, arch))
+    blocks = blocks_of(batch, of_image, grids, arch)  # which also refuses images of other tokens
+    return ImageArrays(patches, layout, places, blocks=blocks if arch.form.whole else None)
 
 
 def positions_of(
@@ -107,9 +107,9 @@ def blocks_of(
     the row, from 1 on; 0 for text."""
     blocks = np.zeros(batch.shape, np.int32)
     for row, here, theirs in _with_images(batch, of_image, grids):
-        given = batch.tokens[row, here], theirs, arch.image_token, arch.merge, batch.mask[row, here]
+        spans = arch.form.spans(batch.tokens[row, here], theirs, batch.mask[row, here])
         first, places = blocks[row].max() + 1, np.flatnonzero(here)
-        for number, (start, stop) in enumerate(image_spans(*given, apart=True), first):
+        for number, (start, stop) in enumerate(spans, first):
             blocks[row, places[start:stop]] = number
     return blocks
 

@@ -20,6 +20,7 @@ PRODUCT = "product"
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
 }
 
 

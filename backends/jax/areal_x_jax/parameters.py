@@ -27,7 +27,8 @@ from areal_x_jax.varied_parameters import (
     varied_leaves,
     varied_sizes,
 )
-from areal_x_jax.vision_architecture import MODULES, PROJECTOR, VisionArchitecture
+from areal_x_jax.vision_architecture import MODULES
+from areal_x_jax.vision_parameters import stack_of, vision_axis_sizes, vision_leaves
 
 Params = dict[str, Any]
 
@@ -37,74 +38,6 @@ Params = dict[str, Any]
 FIXED = ("router_correction", "layer_scalar")
 # Leaves that are fp32 in any compute precision.
 EXACT = ("score", *FIXED)
-
-# A vision tower's parameters: path below params["vision"] → axes. Those under "layers" and
-# "deepstack" are stacks.
-VISION = {
-    "patch": ("patch_features", "vision_hidden"),
-    "positions": ("vision_positions", "vision_hidden"),
-    "layers.attention_norm": ("vision_hidden",),
-    "layers.qkv": ("vision_hidden", "vision_qkv"),
-    "layers.o": ("vision_attended", "vision_hidden"),
-    "layers.mlp_norm": ("vision_hidden",),
-    "layers.gate": ("vision_hidden", "vision_intermediate"),
-    "layers.up": ("vision_hidden", "vision_intermediate"),
-    "layers.down": ("vision_intermediate", "vision_hidden"),
-    "merger.norm": ("vision_hidden",),
-    "merger.up": ("vision_joined", "vision_wide"),
-    "merger.down": ("vision_wide", "vision_out"),
-    "deepstack.norm": ("vision_wide",),
-    "deepstack.up": ("vision_joined", "vision_wide"),
-    "deepstack.down": ("vision_wide", "vision_out"),
-    "post_norm": ("vision_hidden",),
-    "layers.q": ("vision_hidden", "vision_attended"),
-    "layers.k": ("vision_hidden", "vision_attended"),
-    "layers.v": ("vision_hidden", "vision_attended"),
-    "merger.projection": ("vision_pooled", "vision_out"),
-}
-# The same → Hugging Face's module in the tower; {} is the index in a stack.
-VISION_NAMES = {
-    "qwen2_5_vl": {
-        "patch": "patch_embed.proj",
-        "layers.attention_norm": "blocks.{}.norm1",
-        "layers.qkv": "blocks.{}.attn.qkv",
-        "layers.o": "blocks.{}.attn.proj",
-        "layers.mlp_norm": "blocks.{}.norm2",
-        "layers.gate": "blocks.{}.mlp.gate_proj",
-        "layers.up": "blocks.{}.mlp.up_proj",
-        "layers.down": "blocks.{}.mlp.down_proj",
-        "merger.norm": "merger.ln_q",
-        "merger.up": "merger.mlp.0",
-        "merger.down": "merger.mlp.2",
-    },
-    "qwen3_vl": {
-        "patch": "patch_embed.proj",
-        "positions": "pos_embed",
-        "layers.attention_norm": "blocks.{}.norm1",
-        "layers.qkv": "blocks.{}.attn.qkv",
-        "layers.o": "blocks.{}.attn.proj",
-        "layers.mlp_norm": "blocks.{}.norm2",
-        "layers.up": "blocks.{}.mlp.linear_fc1",
-        "layers.down": "blocks.{}.mlp.linear_fc2",
-        "merger.norm": "merger.norm",
-        "merger.up": "merger.linear_fc1",
-        "merger.down": "merger.linear_fc2",
-        "deepstack.norm": "deepstack_merger_list.{}.norm",
-        "deepstack.up": "deepstack_merger_list.{}.linear_fc1",
-        "deepstack.down": "deepstack_merger_list.{}.linear_fc2",
-    },
-    "gemma3": {
-        "patch": "embeddings.patch_embedding",
-        "positions": "embeddings.position_embedding",
-        "layers.attention_norm": "encoder.layers.{}.layer_norm1",
-        **{f"layers.{x}": f"encoder.layers.{{}}.self_attn.{x}_proj" for x in "qkv"},
-        "layers.o": "encoder.layers.{}.self_attn.out_proj",
-        "layers.mlp_norm": "encoder.layers.{}.layer_norm2",
-        "layers.up": "encoder.layers.{}.mlp.fc1",
-        "layers.down": "encoder.layers.{}.mlp.fc2",
-        "post_norm": "post_layernorm",
-    },
-}
 
 
 def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
@@ -342,30 +275,6 @@ def other_leaves(arch: Architecture) -> dict[str, Leaf]:
     return found
 
 
-def vision_leaves(arch: VisionArchitecture) -> dict[tuple[str, ...], Leaf]:
-    """Returns the tower's parameters by path below "vision"; a stacked one's name holds {} for its
-    index."""
-    module, found = arch.module, {}
-    for path, name in VISION_NAMES[arch.family].items():
-        axes, keys = VISION[path], tuple(path.split("."))
-        found[keys] = Leaf(f"{module}.{name}.weight", axes)
-        biased = {"patch": arch.patch_bias, "positions": False, "norm": arch.layer_norm}
-        if biased.get(keys[-1].rpartition("_")[2], True):
-            found[(*keys[:-1], f"{keys[-1]}_bias")] = Leaf(f"{module}.{name}.bias", axes[-1:])
-    if arch.side:
-        found["merger", "norm"] = Leaf(
-            f"{PROJECTOR}.mm_soft_emb_norm.weight", VISION["merger.norm"]
-        )
-        name = f"{PROJECTOR}.mm_input_projection_weight"
-        found["merger", "projection"] = Leaf(name, VISION["merger.projection"])
-    return {path: leaf for path, leaf in found.items() if path[0] != "deepstack" or arch.deepstack}
-
-
-def stack_of(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the leading axis of a tower's leaf, () if it is not stacked."""
-    return (f"vision_{path[0]}",) if path[0] in ("layers", "deepstack") else ()
-
-
 def sizes_of(arch: Architecture) -> dict[str, int]:
     """Returns the length of each kind of axis."""
     experts, latent = arch.experts, arch.latent
@@ -422,26 +331,6 @@ def delta_rule_sizes(rule: DeltaRule | None) -> dict[str, int]:
     }
 
 
-def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:
-    if arch is None:
-        return {}
-    wide = arch.hidden * arch.merge**2
-    return {
-        "patch_features": arch.in_features,
-        "vision_positions": arch.table**2,
-        "vision_hidden": arch.hidden,
-        "vision_qkv": 3 * arch.hidden,
-        "vision_attended": arch.hidden,
-        "vision_intermediate": arch.intermediate,
-        "vision_pooled": arch.hidden,
-        "vision_joined": wide,
-        "vision_wide": wide,
-        "vision_out": arch.out,
-        "vision_layers": arch.layers,
-        "vision_deepstack": len(arch.deepstack),
-    }
-
-
 def parameter_axes(arch: Architecture) -> Params:
     """Returns the tree of parameters with the kinds of their axes, as tuples, in place of
     arrays."""
@@ -463,7 +352,7 @@ def parameter_shapes(arch: Architecture) -> Params:
     """Returns the tree of parameters as shapes and dtypes (fp32), without allocating any: embed
     [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of the layers
     that have it), and score [hidden, 1] or, unless it is tied, head [hidden, vocab]; vision: the
-    tower, if there is one (see VISION). Of adapters: their layers, and the score. Names are in
+    tower, if there is one (see areal_x_jax.vision_parameters). Of adapters: their layers, and the score. Names are in
     alphabetical order, as jax flattens a dict."""
     return _shapes(parameter_axes(arch), sizes_of(arch))
 

@@ -242,7 +242,7 @@ def check_stages(arch: Architecture, stages: int) -> None:
         raise UserError(
             f"mesh.stage = {stages} does not divide the {arch.layers} layers: give it a size that does"
         )
-    if arch.vision is not None and not arch.vision.side:
+    if arch.vision is not None and arch.vision.sections:
         raise UserError(
             f"mesh.stage = {stages} cannot divide a model with a vision tower: use mesh.fsdp or"
             " mesh.tensor"

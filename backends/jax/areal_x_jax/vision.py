@@ -1,5 +1,5 @@
-"""The vision towers of Qwen2.5-VL, Qwen3-VL and Gemma 3 (SigLIP) from one description, over the patches
-of each row's images.
+"""The vision towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 (SigLIP) and Mistral 3 (Pixtral) from one
+description, over the patches of each row's images.
 
 What differs between families is a field of `VisionArchitecture`, never a subclass. The patches of a
 row's images are in the order of Hugging Face's image processors, in which the patches that the
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from areal_x_jax import attention
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import AttentionMask
-from areal_x_jax.layer_parts import affine, gated_mlp
+from areal_x_jax.layer_parts import ACTIVATIONS, affine, gated_mlp, unit_rms
 from areal_x_jax.model import PRODUCTS, ImageFeatures
 from areal_x_jax.parameters import Params, parameter_axes
 from areal_x_jax.rope import Rope
@@ -120,6 +120,8 @@ def encode(
             outside["positions"][patch_layout.corners] * patch_layout.corner_weights[..., None]
         )
         x = x + jnp.sum(corners, axis=-2).astype(x.dtype)
+    if tower.pre_norm:
+        x = norm(tower, outside, "pre_norm", x)
     if tower.rope_theta:
         rotation = jax.lax.optimization_barrier(patch_rotation(tower, patch_layout))
     attend = attention_of(implementation, partitioner)
@@ -175,8 +177,10 @@ def encode(
         )
         deepstack.append(merge(tower, weights, x_of_layer, joined_first=True))
     merger = partitioner.gathered(params["merger"], axes["merger"])
-    if tower.side:
+    if tower.merger == "mean":
         return pool(tower, merger, norm(tower, outside, "post_norm", x)), ()
+    if tower.merger == "mixed":
+        return mix(tower, merger, x), ()
     return merge(tower, merger, x, joined_first=False), tuple(deepstack)
 
 
@@ -210,10 +214,15 @@ def attention_of(implementation: str, partitioner: Partitioner) -> Attend:
 def patch_rotation(arch: VisionArchitecture, patch_layout: PatchLayout) -> Rotation:
     """Returns cosine and sine [rows, capacity, 1, head_dim / 2] of angles that follow the patch's
     row in the first half and its column in the second."""
-    frequencies = Rope(arch.rope_theta).frequencies(arch.hidden // arch.heads // 2)
+    head_dim = arch.hidden // arch.heads
+    if arch.alternating:
+        every = Rope(arch.rope_theta).frequencies(head_dim)
+        of_rows, of_columns = every[::2], every[1::2]
+    else:
+        of_rows = of_columns = Rope(arch.rope_theta).frequencies(head_dim // 2)
     rows, columns = (
         x[..., None, None].astype(jnp.float32) * frequencies
-        for x in (patch_layout.rows, patch_layout.columns)
+        for x, frequencies in ((patch_layout.rows, of_rows), (patch_layout.columns, of_columns))
     )
     angle = jnp.concatenate([rows, columns], axis=-1)
     return Rotation(jnp.cos(angle), jnp.sin(angle))
@@ -238,18 +247,29 @@ def pool(
     """Averages merge² neighbouring patches, normalises the mean and projects it: Gemma 3's projector,
     whose norm's scale is 1 + its weight."""
     mean = x.reshape(len(x), -1, arch.merge**2, arch.hidden).mean(-2)
-    y = mean.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + arch.eps)
+    y = unit_rms(mean.astype(jnp.float32), arch.merger_eps)
     y = y * (1.0 + weights["norm"].astype(jnp.float32))
     return affine(weights, "projection", y.astype(x.dtype))
+
+
+def mix(
+    arch: VisionArchitecture, weights: Params, x: Float[Array, "rows capacity hidden"]
+) -> Float[Array, "rows tokens out"]:
+    """Normalises patches, mixes merge² neighbours into one of the same width and projects it twice:
+    Mistral 3's, whose kernel reads a feature of all neighbours before the next."""
+    y = unit_rms(x.astype(jnp.float32), arch.merger_eps) * weights["norm"]
+    squares = y.astype(x.dtype).reshape(len(x), -1, arch.merge**2, arch.hidden)
+    y = affine(weights, "join", squares.swapaxes(-1, -2).reshape(*squares.shape[:2], -1))
+    return affine(weights, "second", ACTIVATIONS["gelu"](affine(weights, "first", y)))
 
 
 def mlp(
     arch: VisionArchitecture, weights: Params, x: Float[Array, "rows capacity hidden"]
 ) -> Float[Array, "rows capacity hidden"]:
+    activation = ACTIVATIONS[arch.activation]
     if arch.gated_mlp:
-        return gated_mlp(weights, "", x, jax.nn.silu)
-    return affine(weights, "down", jax.nn.gelu(affine(weights, "up", x), approximate=True))
+        return gated_mlp(weights, "", x, activation)
+    return affine(weights, "down", activation(affine(weights, "up", x)))
 
 
 def norm(

@@ -12,15 +12,15 @@ from math import isqrt
 from typing import Any
 
 from areal_x.errors import UserError
-from areal_x.hf.image_format import SQUARE, ImageFormat, divides, format_of
+from areal_x.hf.image_format import ImageFormat, format_of, takes_images
 from areal_x_jax.families import ParsedConfig, parse_config, refuse_features
 
 # Modules of the decoder's and the tower's tensors in what transformers saves. The hub also has models
 # of each family under the names of the other.
 MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model", "model.visual")}
-# Of Gemma 3's tower: transformers since 5, and the hub.
-SIGLIP_MODULES = ("vision_tower", "vision_tower.vision_model")
-PROJECTOR = "multi_modal_projector"
+# Of Gemma 3's tower: transformers since 5, and the hub. Mistral 3's has the first on both.
+TOWER_MODULES = ("vision_tower", "vision_tower.vision_model")
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,10 @@ class VisionArchitecture:
     module: str
     """Module of the tower's tensors in files."""
 
-    patch: tuple[int, ...]
-    """Size of a patch: (channels, frames, height, width), or without frames."""
+    form: ImageFormat
+    """How the model takes images."""
 
     patch_bias: bool
-
-    merge: int
-    """merge² neighbouring patches become one embedding of `out` features."""
-
     hidden: int
     layers: int
     heads: int
@@ -50,7 +46,8 @@ class VisionArchitecture:
     """0 if the tower's queries and keys are not rotated."""
 
     gated_mlp: bool
-    """True if the MLP is gated by silu, False if it is plain, with gelu by tanh."""
+    activation: str
+    """Of the MLP, in `layer_parts.ACTIVATIONS`."""
 
     layer_norm: bool
     """True for layer norms with a bias, False for RMS norms."""
@@ -68,25 +65,42 @@ class VisionArchitecture:
     """Layers whose outputs are merged as well; each is added to the output of one of the decoder's
     first layers."""
 
-    image_token: int
-    """Id of the tokens that image embeddings replace."""
-
     sections: tuple[int, ...]
-    """Numbers of a head's angles that follow time, height and width (`vision.multimodal_rotation`)."""
+    """Numbers of a head's angles that follow time, height and width (`vision.multimodal_rotation`); ()
+    if positions are those of text."""
 
     interleaved: bool
     """True if those angles are interleaved."""
 
+    merger: str = "joined"
+    """How merge² neighbours become an embedding, by areal_x_jax.vision: "joined" (`merge`), "mean"
+    (`pool`) or "mixed" (`mix`)."""
+
     eps: float = 1e-6
     """Of every norm; Qwen's config does not hold it."""
 
-    side: int = 0
-    """Patches along each side of every image; 0 if images differ in size. Then the mean of merge²
-    neighbours is projected, positions are those of text, and the tokens of an image see each other."""
+    merger_eps: float = 1e-6
+    """Of the merger's norm."""
+
+    kernel_bias: bool = True
+    """True if the kernels of layers and merger have biases."""
+
+    merger_bias: bool = True
+
+    pre_norm: bool = False
+    """True if embedded patches are normalised before the first layer."""
+
+    alternating: bool = False
+    """True if rows turn by every second frequency of a head and columns by the others, False if both
+    turn by those of half a head."""
 
     @property
-    def form(self) -> ImageFormat:
-        return ImageFormat(self.image_token, self.merge, self.patch, self.side)
+    def merge(self) -> int:
+        return self.form.merge
+
+    @property
+    def image_token(self) -> int:
+        return self.form.token
 
     @property
     def in_features(self) -> int:
@@ -95,7 +109,7 @@ class VisionArchitecture:
     @property
     def host_view(self) -> tuple[object, ...]:
         """Everything that the host reads: towers that agree in this take the same arrays."""
-        return self.patch, self.merge, self.window, self.table, self.image_token, self.side
+        return self.form, self.window, self.table
 
 
 def read_vision_architecture(config: Mapping[str, Any]) -> VisionArchitecture | None:
@@ -107,8 +121,10 @@ def read_vision_architecture(config: Mapping[str, Any]) -> VisionArchitecture | 
     described = parse_config(config)
     whole, text, vision = described.whole, described.text, described.whole.vision_config
     family = described.family.model_type
-    if family in SQUARE:
-        return read_siglip(described) if divides(described.whole) else None
+    if not takes_images(described.whole):
+        return None
+    if family in READERS:
+        return READERS[family](described)
     qwen3 = family == "qwen3_vl"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sections = text.rope_parameters.get("mrope_section", [24, 20, 20] if qwen3 else [16, 24, 24])
@@ -143,9 +159,8 @@ def read_vision_architecture(config: Mapping[str, Any]) -> VisionArchitecture | 
     return VisionArchitecture(
         family=family,
         module=MODULES[family][1],
-        patch=(vision.in_channels, vision.temporal_patch_size, size, size),
+        form=format_of(whole),
         patch_bias=qwen3,
-        merge=merge,
         hidden=vision.hidden_size,
         layers=vision.depth,
         heads=vision.num_heads,
@@ -153,12 +168,12 @@ def read_vision_architecture(config: Mapping[str, Any]) -> VisionArchitecture | 
         out=vision.out_hidden_size,
         rope_theta=float(rope["rope_theta"]),
         gated_mlp=not qwen3,
+        activation=ACTIVATIONS[known],
         layer_norm=qwen3,
         window=vision.window_size // merge // size * merge if not qwen3 else 0,
         full_layers=tuple(vision.fullatt_block_indexes) if not qwen3 else (),
         table=isqrt(vision.num_position_embeddings) if qwen3 else 0,
         deepstack=deepstack,
-        image_token=whole.image_token_id,
         sections=tuple(sections),
         interleaved=qwen3,
     )
@@ -176,17 +191,12 @@ def read_siglip(described: ParsedConfig) -> VisionArchitecture:
             ),
         }
     )
-    if vision.hidden_size % vision.num_attention_heads:
-        raise UserError(
-            f"config.json: num_attention_heads = {vision.num_attention_heads} of the vision tower do"
-            f" not divide its hidden_size = {vision.hidden_size}"
-        )
+    check_heads(vision)
     return VisionArchitecture(
         family=described.family.model_type,
-        module=SIGLIP_MODULES[0],
-        patch=form.patch,
+        module=TOWER_MODULES[0],
+        form=form,
         patch_bias=True,
-        merge=form.merge,
         hidden=vision.hidden_size,
         layers=vision.num_hidden_layers,
         heads=vision.num_attention_heads,
@@ -194,14 +204,78 @@ def read_siglip(described: ParsedConfig) -> VisionArchitecture:
         out=described.text.hidden_size,
         rope_theta=0.0,
         gated_mlp=False,
+        activation="gelu_tanh",
         layer_norm=True,
         window=0,
         full_layers=(),
         table=form.side,
         deepstack=(),
-        image_token=form.token,
         sections=(),
         interleaved=False,
+        merger="mean",
         eps=float(vision.layer_norm_eps),
-        side=form.side,
+        merger_eps=float(vision.layer_norm_eps),
     )
+
+
+def read_pixtral(described: ParsedConfig) -> VisionArchitecture:
+    """Reads Mistral 3's tower and projector. Raises as `read_vision_architecture`."""
+    whole, vision = described.whole, described.whole.vision_config
+    layer, projected = whole.vision_feature_layer, whole.projector_hidden_act
+    rope = vision.rope_parameters
+    refuse_features(
+        {
+            f"a {vision.model_type} as vision tower": vision.model_type != "pixtral",
+            f"the activation {vision.hidden_act!r} of the vision tower": (
+                vision.hidden_act not in ACTIVATIONS
+            ),
+            f"the activation {projected!r} of the projector": projected != "gelu",
+            f"vision_feature_layer = {layer}": layer != -1,
+            f"patches of {vision.patch_size}": not isinstance(vision.patch_size, int),
+            f"{rope} in the vision tower": rope["rope_type"] != "axial" or len(rope) > 2,
+        }
+    )
+    check_heads(vision, 4)
+    return VisionArchitecture(
+        family=described.family.model_type,
+        module=TOWER_MODULES[0],
+        form=format_of(whole),
+        patch_bias=False,
+        hidden=vision.hidden_size,
+        layers=vision.num_hidden_layers,
+        heads=vision.num_attention_heads,
+        intermediate=vision.intermediate_size,
+        out=described.text.hidden_size,
+        rope_theta=float(rope["rope_theta"]),
+        gated_mlp=True,
+        activation=ACTIVATIONS[vision.hidden_act],
+        layer_norm=False,
+        window=0,
+        full_layers=(),
+        table=0,
+        deepstack=(),
+        sections=(),
+        interleaved=False,
+        merger="mixed",
+        eps=1e-5,  # which transformers' tower has for every config
+        merger_eps=float(described.text.rms_norm_eps),
+        kernel_bias=False,
+        merger_bias=bool(whole.multimodal_projector_bias),
+        pre_norm=True,
+        alternating=True,
+    )
+
+
+def check_heads(vision: Any, parts: int = 1) -> None:
+    """Raises: UserError for heads of a tower that do not make up its width, or with features that are not
+    a multiple of `parts`."""
+    hidden, heads = vision.hidden_size, vision.num_attention_heads
+    if hidden % (heads * parts):
+        of = f" in heads of a multiple of {parts} features" if parts > 1 else ""
+        raise UserError(
+            f"config.json: num_attention_heads = {heads} of the vision tower do not divide its"
+            f" hidden_size = {hidden}{of}"
+        )
+
+
+READERS = {"gemma3": read_siglip, "mistral3": read_pixtral}

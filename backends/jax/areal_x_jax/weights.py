@@ -30,8 +30,6 @@ from areal_x_jax.parameters import (
     other_leaves,
     parameter_shapes,
     sizes_of,
-    stack_of,
-    vision_leaves,
 )
 from areal_x_jax.sharding import (
     ONE_DEVICE,
@@ -41,7 +39,8 @@ from areal_x_jax.sharding import (
     put_sharded,
 )
 from areal_x_jax.varied_parameters import is_unused
-from areal_x_jax.vision_architecture import MODULES, SIGLIP_MODULES
+from areal_x_jax.vision_architecture import MODULES, TOWER_MODULES
+from areal_x_jax.vision_parameters import stack_of, vision_leaves
 
 # Names of a language model's head in files.
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -102,7 +101,7 @@ def places(arch: Architecture) -> dict[str, Place]:
             for index in np.ndindex(*(sizes[axis] for axis in stack_of(within))):
                 found[leaf.name.format(*index)] = place(("vision", *within), leaf, *index)
         kernel = vision_leaves(arch.vision)["patch",].name
-        found[kernel] = replace(found[kernel], tensor=(arch.vision.hidden, *arch.vision.patch))
+        found[kernel] = replace(found[kernel], tensor=(arch.vision.hidden, *arch.vision.form.patch))
     return found
 
 
@@ -129,7 +128,7 @@ def saved_name(arch: Architecture, name: str) -> str:
                 return f"{arch.module}.{name.removeprefix(f'{module}.')}"
         if arch.vision is not None:
             name = name.removeprefix("model.")
-            for module in reversed(SIGLIP_MODULES):
+            for module in reversed(TOWER_MODULES):
                 if name.startswith(f"{module}."):
                     return f"{arch.vision.module}.{name.removeprefix(f'{module}.')}"
         return head_of(arch) if name in HEADS else name
@@ -214,8 +213,8 @@ def as_stored(arch: Architecture, directory: Path) -> Architecture:
     """Returns the architecture with the names of a directory's tower, and without a tied head if the
     directory has a head of its own, which then counts, as it does in transformers: Mistral Small 3.1's
     config leaves out that it is not tied."""
-    if arch.vision is not None and arch.vision.module in SIGLIP_MODULES:
-        inner = SIGLIP_MODULES[1]
+    if arch.vision is not None and arch.vision.module in TOWER_MODULES:
+        inner = TOWER_MODULES[1]
         if any(f"{inner}." in name for name in model_dir.shapes(directory)):
             arch = replace(arch, vision=replace(arch.vision, module=inner))
     if not arch.tied or arch.scores:

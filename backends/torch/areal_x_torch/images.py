@@ -11,12 +11,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf.image_format import SQUARE, ImageFormat, divides, format_of, pixels_of
+from areal_x.hf.image_format import (
+    DIRECTED,
+    SEEN,
+    ImageFormat,
+    format_of,
+    pixels_of,
+    takes_images,
+)
 from areal_x.hf.image_positions import (
     TEXT_ONLY,
     Grid,
     batch_images,
-    image_spans,
     image_tokens,
     mrope_positions,
 )
@@ -24,9 +30,9 @@ from areal_x.types import Batch
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 
 # The model_types that are trained with images.
-VISION_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3")
+VISION_MODELS = (*DIRECTED, *SEEN)
 # Those of multimodal models of which the language model alone is trained, on text.
-TEXT_OF = ("gemma4", "gemma4_unified", "llama4", "mistral3")
+TEXT_OF = ("gemma4", "gemma4_unified", "llama4")
 
 
 class RowImages(NamedTuple):
@@ -41,14 +47,12 @@ class RowImages(NamedTuple):
 
 def sees(config: Any) -> bool:
     """True if images are trained with the model of a transformers config."""
-    if not hasattr(config, "vision_config") or config.model_type not in VISION_MODELS:
-        return False
-    return config.model_type not in SQUARE or divides(config)
+    return takes_images(config)
 
 
 def counts_in_three(config: Any) -> bool:
     """True if the model of a transformers config has positions in time, height and width."""
-    return sees(config) and not format_of(config).side
+    return sees(config) and format_of(config).directed
 
 
 def check_images(batch: Batch, config: Any, context: int = 1) -> None:
@@ -97,7 +101,7 @@ def row_images(
     token, merge = form.token, form.merge
     tokens, sampled = flat.take(packed.tokens), flat.take(packed.mask)
     of_image = image_tokens(tokens, token, sampled)
-    positions = flat.positions if form.side else np.repeat(flat.positions[None], 3, axis=0)
+    positions = np.repeat(flat.positions[None], 3, axis=0) if form.directed else flat.positions
     stops = np.cumsum(flat.lengths)
     patches: list[np.ndarray] = []
     grids: list[Grid] = []
@@ -106,12 +110,13 @@ def row_images(
         own = _images_of(packed, int(flat.places[start])) if packed.has_images else []
         if own or of_image[start:stop].any():
             here, own_grids = slice(start, stop), [grid for grid, _ in own]
-            given = tokens[here], own_grids, token, merge, sampled[here]
-            if form.side:
-                found = image_spans(*given, apart=True)
-                spans += [(int(start) + first, int(start) + end) for first, end in found]
-            else:
+            if form.directed:
+                given = tokens[here], own_grids, token, merge, sampled[here]
                 positions[:, here] = mrope_positions(*given)
+            else:
+                found = form.spans(tokens[here], own_grids, sampled[here])
+                if form.whole:
+                    spans += [(int(start) + first, int(start) + end) for first, end in found]
             patches += [of_image for _, of_image in own]
             grids += own_grids
     if not grids:
@@ -169,6 +174,29 @@ def features_of(
     if form.side:
         found = model.get_image_features(pixels_of(patches, form), return_dict=True)
         return [found.pooler_output.flatten(0, 1)]
+    if not form.directed:
+        pixels, sizes = padded_pixels(patches, grids, form)
+        found = model.get_image_features(pixels, image_sizes=sizes, return_dict=True)
+        return [torch.cat(list(found.pooler_output))]
     found = model.get_image_features(patches, grids, return_dict=True)
     deeper = getattr(found, "deepstack_features", None) or ()
     return [torch.cat(list(x)) for x in (found.pooler_output, *deeper)]
+
+
+def padded_pixels(
+    patches: Float[Tensor, "patches features"], grids: Int[Tensor, "images 3"], form: ImageFormat
+) -> tuple[Float[Tensor, "images channels height width"], list[list[int]]]:
+    """Returns the pixels of images of several sizes, padded to the largest height and width, and
+    their heights and widths."""
+    each = grids.tolist()
+    counts = [height * width for _, height, width in each]
+    images = [
+        pixels_of(x, form, grid)[0] for x, grid in zip(patches.split(counts), each, strict=True)
+    ]
+    sizes = [list(x.shape[1:]) for x in images]
+    height, width = (max(size) for size in zip(*sizes, strict=True))
+    padded = [
+        nn.functional.pad(x, (0, width - own_width, 0, height - own_height))
+        for x, (own_height, own_width) in zip(images, sizes, strict=True)
+    ]
+    return torch.stack(padded), sizes

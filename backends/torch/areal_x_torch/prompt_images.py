@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x.hf.image_format import format_of
-from areal_x.hf.image_positions import Grid, image_spans, image_tokens, mrope_positions
+from areal_x.hf.image_positions import Grid, image_tokens, mrope_positions
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.types import Images
 from areal_x_torch.flat_rows import to_tensor
@@ -97,11 +97,12 @@ def places_of(
     grids: list[Grid] = (
         [] if request.images is None else [tuple(grid) for grid in request.images.grids.tolist()]
     )
-    given = request.tokens, grids, form.token, form.merge, generated(request)
-    if form.side:
-        spans = image_spans(*given, apart=True)
-        return np.repeat(np.arange(len(request.tokens))[None], 3, axis=0), spans
-    return mrope_positions(*given), []
+    if form.directed:
+        given = request.tokens, grids, form.token, form.merge, generated(request)
+        return mrope_positions(*given), []
+    spans = form.spans(request.tokens, grids, generated(request))
+    positions = np.repeat(np.arange(len(request.tokens))[None], 3, axis=0)
+    return positions, spans if form.whole else []
 
 
 def generated(request: SlotRequest) -> Bool[np.ndarray, " length"]:
