@@ -10,15 +10,21 @@ from tests.models import (
     EXPERTS,
     FULL,
     GEMMA3,
+    GEMMA4,
     IDS,
+    KEYS_AS_VALUES,
     LATENT_WIDTHS,
     LLAMA3,
+    NEAR,
     QWEN3,
     RULE,
     SEEING_HYBRIDS,
+    SHARED_KEYS,
     SHARING,
+    SIX,
     SIZES,
     TOWER3_5,
+    UNIFIED,
     YARN,
 )
 
@@ -72,18 +78,8 @@ LLAMA4 = {**SIZES, "model_type": "llama4_text", "head_dim": 8, "intermediate_siz
 AT_ONCE = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # as Scout's: no frequencies in between
 LLAMA4 |= {"num_hidden_layers": 4, "attention_chunk_size": 5, "floor_scale": 4, "interleave_moe_layer_step": 2}
 
-GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
-GEMMA4 |= {"hidden_size_per_layer_input": 0, "bos_token_id": 1, "eos_token_id": 1, "num_hidden_layers": 4}
-NEAR = "sliding_attention"
-GEMMA4 |= {"layer_types": [NEAR, "full_attention"] * 2, "final_logit_softcapping": 4.0}
-# As in E2B and E4B: embeddings for each layer, and the keys of the last layers are those of earlier ones.
-OF_LAYERS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
-SIX = {"num_hidden_layers": 6, "layer_types": [NEAR, NEAR, "full_attention"] * 2}
-SHARED_KEYS = {**OF_LAYERS, **SIX, "num_kv_shared_layers": 3}
 # As in 26B-A4B: experts beside each MLP. Both it and 31B have keys that are values in full layers.
 BESIDE_MLP = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
-KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
-UNIFIED = {name: x for name, x in GEMMA4.items() if "per_layer" not in name} | {"model_type": "gemma4_unified_text"}
 ROTATIONS = {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
 ROTATIONS |= {"full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "factor": 2.0}}
 
@@ -380,7 +376,7 @@ MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deep
 MIXTURES += ("llama4_text", "llama4", "ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
-OF_BOTH = {family: f"{family}_vl" for family in ("gemma3", "mistral3")}
+OF_BOTH = {family: f"{family}_vl" for family in ("gemma3", "mistral3", "gemma4", "gemma4_unified")}
 OF_IMAGES = {family: family for family in SEE} | OF_BOTH
 TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)} | OF_BOTH
 JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"

@@ -30,6 +30,16 @@ SHARING = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GEMMA3 = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 4}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "bos_token_id": 1, "eos_token_id": 1, "num_hidden_layers": 4}
+NEAR = "sliding_attention"
+GEMMA4 |= {"layer_types": [NEAR, "full_attention"] * 2, "final_logit_softcapping": 4.0}
+# As in E2B and E4B: embeddings for each layer, and the keys of the last layers are those of earlier ones.
+OF_LAYERS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
+SIX = {"num_hidden_layers": 6, "layer_types": [NEAR, NEAR, "full_attention"] * 2}
+SHARED_KEYS = {**OF_LAYERS, **SIX, "num_kv_shared_layers": 3}
+KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+UNIFIED = {name: x for name, x in GEMMA4.items() if "per_layer" not in name} | {"model_type": "gemma4_unified_text"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 # Of latent attention: those of queries and keys, values, and the vectors that they come from, all unlike.
 LATENT_WIDTHS = {"q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -176,6 +186,32 @@ SEEING_ROWS = {
     ),
 }
 
+# Gemma 4's: patches given with their places, products that are clipped or means that are standardised; tokens of an image that
+# see each other in layers with a window, or not; and those without a tower.
+PLACED = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+PLACED |= {"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64, "pooling_kernel_size": 2}
+NO_TOWER = {"patch_size": 2, "pooling_kernel_size": 3, "mm_embed_dim": 24, "mm_posemb_size": 64, "output_proj_dims": 24}
+
+
+def seeing_placed(text: dict[str, Any], tower: dict[str, Any], **beside: Any) -> dict[str, Any]:
+    tied = text.get("tie_word_embeddings", True)
+    ids = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END, "tie_word_embeddings": tied}
+    family = text["model_type"].removesuffix("_text")
+    return {"model_type": family, "text_config": text, "vision_config": tower, **ids, **beside}
+
+
+SEEING_PLACED = {
+    "gemma4_vl": seeing_placed(GEMMA4 | SHARED_KEYS, PLACED | {"use_clipped_linears": True}),
+    "gemma4_vl-whole": seeing_placed(
+        GEMMA4 | KEYS_AS_VALUES | {"tie_word_embeddings": False},
+        PLACED | {"standardize": True, "pooling_kernel_size": 3, "num_key_value_heads": 1, "head_dim": 12, "hidden_size": 24},
+    ),
+    "gemma4_unified_vl": seeing_placed(UNIFIED | KEYS_AS_VALUES, NO_TOWER),
+    "gemma4_unified_vl-causal": seeing_placed(
+        UNIFIED | {"use_bidirectional_attention": None, "tie_word_embeddings": False}, NO_TOWER
+    ),
+}
+
 # Several images in a sequence, ragged windows, two frames, none at all.
 PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
     (3, (1, 4, 6), 2, (2, 4, 4), 1),
@@ -223,7 +259,7 @@ DIVISIBLE = {
 
 def write_random(name: str, directory: Path) -> Path:
     """A random model of these names."""
-    see = SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS
+    see = SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS | SEEING_PLACED
     return write_config((MODELS | MORE | DIVISIBLE | see)[name], directory, name in see, seed=len(name))
 
 
@@ -240,6 +276,8 @@ def write_config(config: dict[str, Any], directory: Path, sees: bool = False, se
         if name.endswith("A_log"):  # of a delta rule, whose states would soon forget: some last for hundreds of tokens
             torch.nn.init.normal_(parameter, -3.0, 1.5)
     for name, buffer in model.named_buffers():
+        if ".std_" in name or name.rpartition(".")[2] in ("input_min", "output_min", "input_max", "output_max"):
+            torch.nn.init.normal_(buffer, 2.0 if "max" in name else -2.0 * ("min" in name), 0.3)
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
             torch.nn.init.normal_(buffer, float(name.endswith("layer_scalar")), 0.2)
     model.save_pretrained(directory)
@@ -282,10 +320,10 @@ def seen_logits(model: Any, trajectory: Trajectory) -> Any:
     import torch
 
     tokens = torch.tensor(trajectory.tokens).long()
-    if trajectory.images is None:
-        return model(tokens[None]).logits[0]
     # It would take a token of the answer with an image's id for an image's: one that nothing else uses stands in for it.
     tokens[(tokens == IMAGE) & torch.tensor(trajectory.mask)] = STAND_IN
+    if trajectory.images is None:
+        return model(tokens[None]).logits[0]
     kinds = (tokens == IMAGE).int()[None]
     form, grids = image_format.format_of(model.config), trajectory.images.grids
     if form.directed:
@@ -293,8 +331,20 @@ def seen_logits(model: Any, trajectory: Trajectory) -> Any:
         return model(
             tokens[None], pixel_values=pixels, image_grid_thw=torch.tensor(grids).long(), mm_token_type_ids=kinds
         ).logits[0]
-    given: dict[str, Any] = {"token_type_ids": kinds} if form.whole else {}
     starts = np.cumsum(grids.prod(axis=1))[:-1]
+    if form.colours_last:
+        of_each = zip(np.split(trajectory.images.patches, starts), grids.tolist(), strict=True)
+        pixels, places = zip(*(in_rows(patches, grid, form.merge) for patches, grid in of_each), strict=True)
+        pad = torch.nn.utils.rnn.pad_sequence
+        shown = {"pixel_values": pad(pixels, True, 7.0), "image_position_ids": pad(places, True, -1)}
+        if form.whole and model.config.model_type == "gemma4_unified":
+            # The masks that transformers and vLLM generate with. Those of its forward pass alone let the tokens of an image
+            # see each other in layers without a window too.
+            embedded = model.get_input_embeddings()(tokens[None])
+            how = {"attention_mask": None, "past_key_values": None, "position_ids": None, "mm_token_type_ids": kinds}
+            shown["attention_mask"] = model.create_masks_for_generate(model.config, embedded, **how)
+        return model(tokens[None], **shown, mm_token_type_ids=kinds).logits[0]
+    given: dict[str, Any] = {"token_type_ids": kinds} if form.whole else {}
     each = [
         image_format.pixels_of(patches, form, grid.tolist())[0]
         for patches, grid in zip(np.split(trajectory.images.patches, starts), grids, strict=True)
@@ -306,6 +356,17 @@ def seen_logits(model: Any, trajectory: Trajectory) -> Any:
     for whole, x in zip(pixels, each, strict=True):
         whole[:, : x.shape[1], : x.shape[2]] = x
     return model(tokens[None], pixel_values=torch.tensor(pixels), **given).logits[0]
+
+
+def in_rows(patches: np.ndarray, grid: list[int], merge: int) -> tuple[Any, Any]:
+    """Patches as Gemma 4's processor gives them, row by row, and the column and row of each."""
+    import torch
+
+    _, height, width = grid
+    squares = patches.reshape(height // merge, width // merge, merge, merge, -1)
+    columns, rows = np.meshgrid(np.arange(width), np.arange(height))
+    places = torch.tensor(np.stack([columns, rows], -1).reshape(-1, 2))
+    return torch.tensor(squares.swapaxes(1, 2).reshape(height * width, -1)), places
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
     Qwen       images of any size; positions in three directions (`image_positions.mrope_positions`)
     Gemma 3    images of one size, whose tokens see each other
     Mistral 3  images of any size; a token of text ends each row of an image's tokens
+    Gemma 4    images of any size; tokens of an image see each other in layers with a window, or not
 
 Positions are counted as for text and attention is causal where nothing else is said.
 """
@@ -23,7 +24,7 @@ from areal_x.hf.image_positions import Grid, check_count, check_grids, image_spa
 
 # Model types that are trained with images: those with positions in three directions, and others.
 DIRECTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
-SEEN = ("gemma3", "mistral3")
+SEEN = ("gemma3", "mistral3", "gemma4", "gemma4_unified")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ImageFormat:
     """Side of the squares of patches that share a token."""
 
     patch: tuple[int, ...]
-    """Size of a patch: (channels, [frames,] height, width)."""
+    """Size of a patch: (channels, [frames,] height, width), or (height, width, channels)."""
 
     side: int = 0
     """Patches along each side of every image; 0 if images differ in size."""
@@ -48,8 +49,14 @@ class ImageFormat:
     whole: bool = False
     """True if the tokens of an image see each other, those after them too."""
 
+    near: bool = False
+    """True if they do in layers with a window only."""
+
     rows: bool = False
     """True if a token of text follows each row of an image's tokens."""
+
+    colours_last: bool = False
+    """True if a patch is (height, width, channels)."""
 
     @property
     def features(self) -> int:
@@ -109,6 +116,15 @@ def format_of(config: Any) -> ImageFormat:
     if config.model_type == "mistral3":
         patch = tower.num_channels, tower.patch_size, tower.patch_size
         return ImageFormat(token, config.spatial_merge_size, patch, rows=True)
+    if config.model_type.startswith("gemma4"):
+        size, merge = tower.patch_size, tower.pooling_kernel_size
+        if (
+            config.model_type == "gemma4_unified"
+        ):  # without a tower: its patches are of a whole token
+            size, merge = size * merge, 1
+        whole = config.text_config.use_bidirectional_attention == "vision"
+        patch = size, size, 3
+        return ImageFormat(token, merge, patch, whole=whole, near=True, colours_last=True)
     if config.model_type != "gemma3":
         channels = tower.in_chans if hasattr(tower, "in_chans") else tower.in_channels
         size = tower.patch_size
@@ -184,3 +200,25 @@ def pixels_of(patches: Any, form: ImageFormat, grid: Sequence[int] = ()) -> Any:
     moved = np.transpose if isinstance(patches, np.ndarray) else type(patches).permute
     joined = moved(cut, (0, 5, 1, 3, 6, 2, 4, 7))
     return joined.reshape(-1, channels, rows * size[0], columns * size[1])
+
+
+def placed_patches(
+    patches: Float32[np.ndarray, "patches features"],
+    places: Int[np.ndarray, "patches 2"],
+    form: ImageFormat,
+    joined: int = 1,
+) -> tuple[Float32[np.ndarray, "patches features"], Int[np.ndarray, "1 3"]]:
+    """Orders the patches of an image, row by row, so that those that share a token follow each other;
+    returns them and the image's grid. places: column and row of each patch, −1 for padding. joined:
+    side of the squares of patches that are one of the model's."""
+    columns, rows = places.max(axis=0) + 1
+    side = joined if joined > 1 else form.merge
+    check_grids([(1, int(rows), int(columns))], side)
+    cut = patches[: rows * columns].reshape(rows // side, side, columns // side, side, -1)
+    squares = cut.swapaxes(1, 2)
+    if joined > 1:
+        size = form.patch[0] // joined
+        pixels = squares.reshape(-1, joined, joined, size, size, form.patch[2])
+        squares, rows, columns = pixels.swapaxes(2, 3), rows // joined, columns // joined
+    grid = np.array([[1, rows, columns]], np.int32)
+    return np.ascontiguousarray(squares.reshape(-1, form.features), np.float32), grid

@@ -18,7 +18,7 @@ from areal_x.types import Batch
 Grid = tuple[int, int, int]
 TEXT_ONLY = (
     "the batch has images and the model reads text only: train a vision-language model, Qwen2.5-VL,"
-    " Qwen3-VL, Gemma 3 or Mistral Small 3.1"
+    " Qwen3-VL, Gemma 3 and 4 or Mistral Small 3.1"
 )
 
 

@@ -8,8 +8,8 @@ ever downloaded:
 
 The chat template writes one image token for each; it is repeated here once for each merged patch of
 the image's grid, as Hugging Face's processors do, with a token after each row of them for Mistral's
-models. Gemma 3's writes one token at which an image begins: the image's tokens follow it, then one at
-which it ends.
+models, and between two tokens for Gemma 4. Gemma 3's writes one token at which an image begins: the
+image's tokens follow it, then one at which it ends.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from areal_x.hf.image_format import (
     described_config,
     format_of,
     patches_of,
+    placed_patches,
 )
 from areal_x.hf.image_positions import check_grids, count_patches
 from areal_x.hf.model_dir import read_config
@@ -42,7 +43,7 @@ MAX_BYTES = 20 * 2**20  # of one image as a file
 # of one image, before the model's processor scales it down: 100 MB as bytes of RGB
 MAX_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
-WANTED = "train a vision-language model, Qwen2.5-VL, Qwen3-VL, Gemma 3 or Mistral Small 3.1"
+WANTED = "train a vision-language model, Qwen2.5-VL, Qwen3-VL, Gemma 3 or 4, Mistral Small 3.1"
 # Texts of the tokens after each row of a Mistral's image, and after the last (PixtralProcessor).
 ROW_ENDS = ("[IMG_BREAK]", "[IMG_END]")
 CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
@@ -94,8 +95,13 @@ class ImageReader:
     """The model's, for error messages."""
 
     ends: tuple[int, int] | None = None
-    """Ids of the tokens between which an image's stand, of which the template writes the first; None if
-    the template writes the image token itself."""
+    """Ids of the tokens between which an image's stand; None if there are none."""
+
+    begun: bool = False
+    """True if the template writes the first of these, False if it writes the image token itself."""
+
+    joined: int = 1
+    """Side of the squares of the processor's patches that are one of the model's."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of each call of the image processor."""
@@ -119,6 +125,10 @@ class ImageReader:
                     " which is not supported: set do_pan_and_scan to false in preprocessor_config.json"
                 )
             return Images(*patches_of(pixels, self.form))
+        if self.form.colours_last:
+            shown = zip(pixels, np.asarray(read["image_position_ids"]), strict=True)
+            each = [placed_patches(x, places, self.form, self.joined) for x, places in shown]
+            return Images(*map(np.concatenate, zip(*each, strict=True)))
         if not self.form.directed:
             sizes = np.asarray(read["image_sizes"]).tolist()
             each = [
@@ -136,9 +146,10 @@ class ImageReader:
 
         Raises: UserError if the template did not write one token for each image.
         """
-        if self.ends is None:
+        if not self.begun:
             tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
             return self.expand_tokens(tokens, images, self._row_ends(tokenizer))
+        assert self.ends is not None
         counts = self._counts(images)
         # In the text, as the line breaks around an image join others to tokens of their own.
         begin, end, image = tokenizer.convert_ids_to_tokens([*self.ends, self.form.token])
@@ -169,6 +180,8 @@ class ImageReader:
                 rows = shown[i].reshape(-1, width // self.form.merge)
                 shown[i] = np.pad(rows, ((0, 0), (0, 1)), constant_values=row_ends[0]).reshape(-1)
                 shown[i][-1] = row_ends[1]
+        if self.ends is not None:
+            shown = [np.array([self.ends[0], *own, self.ends[1]]) for own in shown]
         first, *others = np.split(tokens, places)
         parts = [first, *(x for n, rest in zip(shown, others, strict=True) for x in (n, rest[1:]))]
         return np.concatenate(parts).astype(np.int32)
@@ -223,25 +236,41 @@ def load_image_reader(directory: str) -> ImageReader:
         raise UserError(f"the prompt has images and {directory} {reads}: {WANTED}")
     described = described_config(config)
     form, ends, options = format_of(described), None, {}
-    if model_type == "gemma3":
+    joined = 1
+    if model_type.startswith("gemma"):
         ends = described.boi_token_id, described.eoi_token_id
+    if form.colours_last:
+        tower = described.vision_config
+        options = {x: getattr(tower, x) for x in ("patch_size", "pooling_kernel_size")}
+        joined = form.patch[0] // tower.patch_size
     if form.rows:  # the tower's patches in squares, as PixtralProcessor asks for
         options["patch_size"] = form.merge * form.patch[-1]
     try:
-        from transformers import AutoImageProcessor
-
-        # Always Pillow: torchvision resizes differently, and a model's input should not depend on
-        # the packages that are installed.
-        process = AutoImageProcessor.from_pretrained(
-            directory, backend="pil", trust_remote_code=False
-        )
+        process = load_processor(directory, str(model_type))
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         wanted = "copy preprocessor_config.json there, and pip install pillow"
         raise UserError(
             f"{directory} has no image processor that loads ({reason}): {wanted}"
         ) from error
-    return ImageReader(process, form, directory, ends, options)
+    begun = model_type == "gemma3"
+    return ImageReader(process, form, directory, ends, begun, joined, options)
+
+
+def load_processor(directory: str, model_type: str) -> Any:
+    """Loads transformers' image processor of a model. Always Pillow's: torchvision resizes differently,
+    and a model's input should not depend on the packages that are installed.
+
+    Raises: OSError, ValueError, ImportError.
+    """
+    if model_type == "gemma4_unified":
+        # Its own needs torchvision, and joins the patches of this one, as `placed_patches` does.
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        return Gemma4ImageProcessorPil.from_pretrained(directory)
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False)
 
 
 def _url(part: Mapping[str, Any]) -> str:

@@ -298,12 +298,17 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
     return state
 
 
+def contiguous(x: np.ndarray) -> np.ndarray:
+    """Returns the same array in one piece, also one of no axes, which numpy's function gives an axis."""
+    return np.ascontiguousarray(x).reshape(x.shape)
+
+
 def write_tensors(file: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Writes one file of tensors that fit into memory together."""
     from safetensors.numpy import save_file
 
     save_file(
-        {name: np.ascontiguousarray(tensor) for name, tensor in tensors},
+        {name: contiguous(tensor) for name, tensor in tensors},
         file,
         metadata={"format": "pt"},
     )
@@ -346,7 +351,7 @@ def in_chunks(
             yield part
             part.clear()
             size = 0
-        part[name] = np.ascontiguousarray(tensor)
+        part[name] = contiguous(tensor)
         size += tensor.nbytes
     yield part
 

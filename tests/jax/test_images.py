@@ -22,16 +22,18 @@ from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x.types import Batch, Images, Trajectory
 from areal_x_jax import head
 from areal_x_jax.architecture import Architecture, read_architecture
+from areal_x_jax.dense_attention import softcapped
 from areal_x_jax.images import image_arrays
 from areal_x_jax.model import head_kernel, hidden_states
-from areal_x_jax.parameters import Params
+from areal_x_jax.parameters import FIXED, Params
 from areal_x_jax.sharding import ONE_DEVICE
 from areal_x_jax.trainer import Trainer
 from areal_x_jax.vision import image_features
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
-from areal_x_jax.weights import from_tensors, saved_name, to_tensors
+from areal_x_jax.weights import from_tensors, places, saved_name, to_tensors
 from tests.models import (
     IMAGE,
+    SEEING_PLACED,
     SEEING_ROWS,
     SEEING_SQUARES,
     log_softmax,
@@ -47,8 +49,8 @@ from .meshes import learn, learn_on
 
 MadeModel = Callable[[str], Path]
 QWENS = ["qwen3_vl", *further("qwen2_5_vl")]
-FAMILIES = [*QWENS, *further("gemma3_vl", "mistral3_vl")]
-SHAPES = [*QWENS, *further(*SEEING_SQUARES, *SEEING_ROWS)]
+FAMILIES = [*QWENS, *further("gemma3_vl", "mistral3_vl", "gemma4_vl", "gemma4_unified_vl")]
+SHAPES = [*QWENS, *further(*SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED)]
 ROW = 64
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=4, clip_norm=0.5, eps=1e-4)
 
@@ -86,6 +88,7 @@ def image_logit_deviation(directory: Path, image_like: bool = False) -> float:
     arch, params = load(directory)
     packed = packed_of(directory, image_like=image_like)
     logits = jax.jit(lambda params: hidden_of(arch, params, packed.batch) @ head_kernel(params))(params)
+    logits = softcapped(logits, arch.logit_softcap)
     model = stand_in_reference(directory) if image_like else reference_model(directory)
     with torch.no_grad():
         theirs = [seen_logits(model, trajectory).numpy() for trajectory in shown_to(directory, image_like=image_like)]
@@ -110,9 +113,12 @@ def image_gradient_deviation(directory: Path) -> float:
     @jax.jit
     def loss(params: Params) -> Any:
         hidden, ids = hidden_of(arch, params, batch), jnp.asarray(batch.segment_ids)
-        return -jnp.sum(head.logprobs(hidden, head_kernel(params), jnp.asarray(batch.tokens), ids, 1.0, 64)[0])
+        how = {"temperature": 1.0, "chunk": 64, "softcap": arch.logit_softcap}
+        return -jnp.sum(head.logprobs(hidden, head_kernel(params), jnp.asarray(batch.tokens), ids, **how)[0])
 
-    ours, model = dict(to_tensors(arch, jax.grad(loss)(params))), reference_model(directory)
+    found, model = to_tensors(arch, jax.grad(loss)(params)), reference_model(directory)
+    fixed = {name for name, place in places(arch).items() if place.path[-1] in FIXED}
+    ours = {name: x for name, x in found if name not in fixed}
     for trajectory in shown_to(directory, image_like=False):
         logp = torch.log_softmax(seen_logits(model, trajectory)[:-1], -1)
         (-logp[torch.arange(len(logp)), torch.tensor(trajectory.tokens[1:]).long()].sum()).backward()

@@ -24,6 +24,7 @@ from tests.models import (
     PROMPTS,
     SEEING,
     SEEING_HYBRIDS,
+    SEEING_PLACED,
     SEEING_ROWS,
     SEEING_SQUARES,
     reference_model,
@@ -31,6 +32,7 @@ from tests.models import (
     shown_to,
     stand_in_reference,
     with_images,
+    write_config,
 )
 
 ROW = 64
@@ -58,8 +60,8 @@ def logps_of(of, made):
 
 @pytest.mark.parametrize(
     ("name", "image_like"),
-    [*((name, False) for name in SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS)]
-    + [(name, True) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3_vl-untied", "mistral3_vl")],
+    [*((name, False) for name in SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS | SEEING_PLACED)]
+    + [(name, True) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3_vl-untied", "mistral3_vl", "gemma4_vl-whole")],
 )
 def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(model_dir_of, name, image_like):
     made = shown_to(model_dir_of(name), image_like=image_like)
@@ -71,7 +73,7 @@ def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(mode
         np.testing.assert_allclose(ours[1:], expected.numpy(), atol=1e-4 if name in SEEING_HYBRIDS else 2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES, *SEEING_ROWS])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED])
 def test_gradients_are_those_of_each_sequence_alone(model_dir_of, name):
     made = shown_to(model_dir_of(name), image_like=False)
     batch = pack(made, ROW).batch
@@ -102,7 +104,9 @@ def rows_of(trainer, batch):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl-tied", "qwen3_vl", "gemma3_vl-headed", "mistral3_vl-tied"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl-tied", "qwen3_vl", "gemma3_vl-headed", "mistral3_vl-tied", "gemma4_vl", "gemma4_unified_vl"]
+)
 def test_what_is_saved_after_a_step_says_the_same_in_transformers_and_goes_on(model_dir_of, tmp_path, name):
     made = shown_to(model_dir_of(name), image_like=False)
     packed = pack(made, ROW)
@@ -178,6 +182,23 @@ def test_a_gemma_3_is_saved_and_sent_under_the_names_of_its_files(backend, model
     saved = dict(model_dir.read_tensors(tmp_path / "saved"))
     assert saved.keys() == named.keys()
     assert all(np.array_equal(named[n], x) for n, x in saved.items())
+
+
+@pytest.mark.thorough
+def test_what_hears_of_a_gemma_4_is_saved_as_it_is(backend, tmp_path):
+    hears = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4]}
+    hears |= {"output_proj_dims": 16, "attention_chunk_size": 4, "attention_context_left": 5}
+    source = write_config(SEEING_PLACED["gemma4_vl-whole"] | {"audio_config": hears}, tmp_path / "source")
+    config = TrainerConfig(ModelConfig(str(source)), optimizer=OPTIMIZER)
+    trainer = create_trainer(backend, config)
+    trainer.update(learnable(pack(shown_to(source, image_like=False), ROW).batch), losses.ppo_clip)
+    trainer.save(tmp_path / "saved")
+    before, after = (dict(model_dir.read_tensors(x)) for x in (source, tmp_path / "saved"))
+    assert before.keys() == after.keys()
+    kept = {n for n, x in before.items() if np.array_equal(x, after[n])}
+    beside = {n for n in before if "audio" in n}
+    assert beside
+    assert kept == beside | {n for n in before if n.endswith((".layer_scalar", ".std_bias", ".std_scale"))}
 
 
 def test_a_step_of_one_backend_is_that_of_the_other_with_images_that_see_themselves(model_dir_of, tmp_path):

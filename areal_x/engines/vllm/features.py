@@ -64,6 +64,11 @@ def check_served(model: Path, config: VLLMConfig) -> None:
             f"the prompt has images and {model} has tokens of text between the rows of an image's"
             f" tokens, which requests to vLLM servers cannot say: {instead}"
         )
+    if form.colours_last:
+        raise UserError(
+            f"the prompt has images and {model} is a Gemma 4, whose images are not sent to vLLM servers:"
+            f" {instead}"
+        )
     if form.whole and not config.urls and is_cpu_build():
         raise UserError(
             f"the prompt has images and {model} lets the tokens of an image see each other, which"

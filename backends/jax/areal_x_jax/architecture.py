@@ -144,6 +144,9 @@ class Architecture:
     gated: bool = False
     """True if each head's output of attention has a gate, computed with its query."""
 
+    pad: int = 0
+    """Token whose inputs of layers (areal_x_jax.layer_inputs) those of images are."""
+
     vision: VisionArchitecture | None = None
     """The vision tower of a vision-language model."""
 
@@ -343,6 +346,7 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
         predictors=(getattr(text, "num_nextn_predict_layers", 0) or 0) if family.router else 0,
         delta=delta_rule_of(described),
         gated=family.delta,
+        pad=getattr(text, "pad_token_id", None) or 0,
         vision=vision,
         module=family.module,
         memory=family.memory,

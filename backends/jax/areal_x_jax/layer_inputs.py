@@ -9,8 +9,9 @@ per-layer embeddings).
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.layer_parts import ACTIVATIONS, affine, linear, norm
@@ -22,13 +23,18 @@ def layer_inputs(
     params: Params,
     tokens: Int[Array, "*tokens"],
     x: Float[Array, "*tokens hidden"],
+    shown: Bool[Array, "*tokens"] | None = None,
 ) -> Float[Array, "*tokens layers width"] | None:
     """Returns the inputs of all layers, or None for a model without. x: the tokens' embeddings, as the
-    first layer reads them."""
+    first layer reads them. shown: tokens of images, which have the row of padding in the table; as in
+    transformers it is not trained."""
     width = arch.varied.inputs if arch.varied else 0
     if not width:
         return None
-    of_token = params["embed_inputs"][tokens] * jnp.asarray(width**0.5, x.dtype)
+    rows = params["embed_inputs"][tokens if shown is None else jnp.where(shown, arch.pad, tokens)]
+    if shown is not None:
+        rows = jnp.where(shown[..., None], jax.lax.stop_gradient(rows), rows)
+    of_token = rows * jnp.asarray(width**0.5, x.dtype)
     of_embedding = linear(x, params["inputs_projection"]) * jnp.asarray(arch.hidden**-0.5, x.dtype)
     of_token, of_embedding = (
         part.reshape(*tokens.shape, arch.layers, width) for part in (of_token, of_embedding)

@@ -37,12 +37,14 @@ class Leaf:
     def order(self) -> tuple[int, ...] | None:
         """The order of its axes, but for that of an expert's number, in a file; None if it is this
         one."""
+        if not self.axes:
+            return None
         if "{expert}" not in self.name and self.axes[0] == "experts":
             if "rank" not in self.axes:
                 return (0, 2, 1) if self.outputs_first else None
             # Of adapters, PEFT joins the experts' rows of A, and their columns of B (hf.adapters).
             return (0, 2, 1) if self.axes[2] == "rank" else (2, 1, 0)
-        kept = "vocab", "input_vocab", "vision_positions", "vision_pooled", "one"
+        kept = "vocab", "input_vocab", "vision_positions", "vision_axes", "vision_pooled", "one"
         as_stored = self.axes[0] in kept
         return None if len(self.axes) == 1 or as_stored else (1, 0)
 

@@ -131,9 +131,10 @@ def hidden_states(
         )
         tries = None if until is None else (until, positions)
         blocks = None if images is None else images.blocks
-        attend = attention_of(
-            arch, positions, segment_ids, tries, implementation, partitioner, ends, blocks
-        )
+        of_layers = arch, positions, segment_ids, tries, implementation, partitioner, ends
+        attend = attend_far = attention_of(*of_layers, blocks)
+        if blocks is not None and arch.vision is not None and arch.vision.form.near:
+            attend_far = attention_of(*of_layers)
 
         def layer(number: int, x: Array, of_layer: tuple[Any, ...], kept: Any) -> layer_scan.Passed:
             weights, ((window, rope_index, depth), (chosen, own)) = of_layer
@@ -148,7 +149,8 @@ def hidden_states(
                 rotation = _select(rotations, rope_index)
                 query, keys, gate = project_qkv(arch, weights, x, rotation)
                 key, value = kept if keys is None else keys
-                attended = gated(attend(query, key, value, window, weights.get("sinks")), gate)
+                of_kind = attend_far if isinstance(window, int) and not window else attend
+                attended = gated(of_kind(query, key, value, window, weights.get("sinks")), gate)
             x, routing = finish_layer(arch, weights, x, attended, partitioner, chosen, own)
             if images is not None and depth is not None:
                 x = add_deepstack(x, images, depth)
@@ -160,11 +162,11 @@ def hidden_states(
         return layer_scan.scan(scanned, step, x, layers, (per_layer, of_tokens))
 
     x = embed(arch, params, tokens)
-    own = layer_inputs(arch, params, tokens, x)
     if images is not None:
         x = jnp.where(
             images.places[..., None] < 0, x, gather_places(images.embeddings, images.places)
         )
+    own = layer_inputs(arch, params, tokens, x, None if images is None else images.places >= 0)
     x = partitioner.constrain(x, "rows", "length", None)
     if until is not None:  # Padding sees itself, so that no softmax is over nothing.
         until = jnp.where(segment_ids > 0, until, jnp.arange(until.shape[1]) + 1)

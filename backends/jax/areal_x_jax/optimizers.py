@@ -62,17 +62,23 @@ def of_trained(transform: optax.GradientTransformation) -> optax.GradientTransfo
     """Leaves the parameters FIXED as they are: they have neither updates nor moments."""
 
     def trained(tree: Params) -> Params:
-        if "layers" not in tree:
-            return tree
-        return {**tree, "layers": {n: x for n, x in tree["layers"].items() if n not in FIXED}}
+        return {
+            n: trained(x) if isinstance(x, dict) else x for n, x in tree.items() if n not in FIXED
+        }
+
+    def whole(found: Params, tree: Params) -> Params:
+        """Returns the updates of all parameters of a tree; of fixed ones 0."""
+        return {
+            n: jnp.zeros_like(x)
+            if n in FIXED
+            else (whole(found[n], x) if isinstance(x, dict) else found[n])
+            for n, x in tree.items()
+        }
 
     def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
         of_params = None if params is None else trained(params)
         found, state = transform.update(trained(updates), state, of_params)
-        fixed = {n: x for n, x in updates.get("layers", {}).items() if n in FIXED}
-        if fixed:
-            found["layers"] = {**found["layers"], **jax.tree.map(jnp.zeros_like, fixed)}
-        return found, state
+        return whole(found, updates), state
 
     return optax.GradientTransformation(lambda params: transform.init(trained(params)), update)
 

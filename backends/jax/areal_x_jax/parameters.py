@@ -34,8 +34,8 @@ Params = dict[str, Any]
 
 # Leaves that no optimizer changes: what a router chooses experts by is exact, and moves by
 # trainer.balance_rate alone; a factor of a layer's output stays as it was loaded. Both are buffers in
-# transformers.
-FIXED = ("router_correction", "layer_scalar")
+# transformers, as are what a tower's kernels are clipped by and its means standardised with.
+FIXED = ("router_correction", "layer_scalar", "bounds", "std_bias", "std_scale")
 # Leaves that are fp32 in any compute precision.
 EXACT = ("score", *FIXED)
 

@@ -1,5 +1,5 @@
-"""The vision towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 (SigLIP) and Mistral 3 (Pixtral) from one
-description, over the patches of each row's images.
+"""The vision towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 (SigLIP), Mistral 3 (Pixtral) and Gemma 4 from
+one description, over the patches of each row's images.
 
 What differs between families is a field of `VisionArchitecture`, never a subclass. The patches of a
 row's images are in the order of Hugging Face's image processors, in which the patches that the
@@ -21,13 +21,14 @@ from jaxtyping import Array, Float, Int
 from areal_x_jax import attention
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import AttentionMask
-from areal_x_jax.layer_parts import ACTIVATIONS, affine, gated_mlp, unit_rms
+from areal_x_jax.layer_parts import ACTIVATIONS, affine, unit_rms
 from areal_x_jax.model import PRODUCTS, ImageFeatures
 from areal_x_jax.parameters import Params, parameter_axes
 from areal_x_jax.rope import Rope
 from areal_x_jax.rotations import Rotation, rope
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 from areal_x_jax.vision_architecture import VisionArchitecture
+from areal_x_jax.vision_parameters import CLIPPED
 
 
 class PatchLayout(NamedTuple):
@@ -110,11 +111,20 @@ def encode(
     """
     tower, axes = arch.vision, parameter_axes(arch)["vision"]
     assert tower is not None
-    own = {name: own[1:] for name, own in axes["layers"].items()}
+    own = {name: own[1:] for name, own in axes.get("layers", {}).items()}
     outside = partitioner.gathered(
         {name: x for name, x in params.items() if not isinstance(x, dict)}, axes
     )
-    x = affine(outside, "patch", patches.astype(outside["patch"].dtype))
+    x = 2 * patches - 1 if tower.from_zero else patches
+    x = norm(tower, outside, "patch_norm", x) if tower.patch_norms else x
+    x = affine(outside, "patch", x.astype(outside["patch"].dtype))
+    x = norm(tower, outside, "patch_out_norm", x) if tower.patch_norms else x
+    if tower.axis_table:
+        of_columns, of_rows = (
+            outside["of_axes"] if "of_axes" in outside else jnp.moveaxis(outside["on_axes"], 1, 0)
+        )
+        x = x + of_columns[patch_layout.columns] + of_rows[patch_layout.rows]
+        x = norm(tower, outside, "positions_norm", x) if tower.patch_norms else x
     if patch_layout.corner_weights is not None:
         corners = (
             outside["positions"][patch_layout.corners] * patch_layout.corner_weights[..., None]
@@ -124,7 +134,8 @@ def encode(
         x = norm(tower, outside, "pre_norm", x)
     if tower.rope_theta:
         rotation = jax.lax.optimization_barrier(patch_rotation(tower, patch_layout))
-    attend = attention_of(implementation, partitioner)
+    scale = 1.0 if tower.qk_norm else tower.head_dim**-0.5
+    attend = attention_of(implementation, partitioner, scale)
 
     def layer(x: Array, weights: Params, full: Array) -> Array:
         weights = partitioner.gathered(weights, own)
@@ -134,18 +145,25 @@ def encode(
             else patch_layout.frames
         )
         y = norm(tower, weights, "attention_norm", x)
-        by_head = *y.shape[:-1], tower.heads, -1
+        by_head = *y.shape[:-1], -1, tower.head_dim
         if "qkv" in weights:
             joined = affine(weights, "qkv", y).reshape(*y.shape[:-1], 3, tower.heads, -1)
             query, key, value = jnp.moveaxis(joined, -3, 0)
         else:
-            query, key, value = (affine(weights, name, y).reshape(by_head) for name in "qkv")
+            query, key, value = (apply(weights, name, y).reshape(by_head) for name in "qkv")
+        if tower.qk_norm:
+            query = norm(tower, weights, "q_norm", query)
+            key, value = norm(tower, weights, "k_norm", key), unit_rms(value, tower.eps)
         if tower.rope_theta:
             query, key = (
-                rope(z.astype(jnp.float32), rotation).astype(z.dtype) for z in (query, key)
+                turn(tower, z.astype(jnp.float32), rotation).astype(z.dtype) for z in (query, key)
             )
-        x = x + affine(weights, "o", attend(query, key, value, segments))
-        x = x + mlp(tower, weights, norm(tower, weights, "mlp_norm", x))
+        attended = apply(weights, "o", attend(query, key, value, segments))
+        x = x + (
+            norm(tower, weights, "attention_out_norm", attended) if tower.out_norms else attended
+        )
+        y = mlp(tower, weights, norm(tower, weights, "mlp_norm", x))
+        x = x + (norm(tower, weights, "mlp_out_norm", y) if tower.out_norms else y)
         return partitioner.constrain(x, "rows", None, None)
 
     layer = jax.checkpoint(
@@ -168,7 +186,8 @@ def encode(
     slots[list(tower.deepstack)] = np.arange(len(tower.deepstack))
     kept = jnp.zeros((len(tower.deepstack), *x.shape), x.dtype)
     x = partitioner.constrain(x, "rows", None, None)
-    (x, kept), _ = jax.lax.scan(step, (x, kept), (params["layers"], full, slots))
+    if tower.layers:
+        (x, kept), _ = jax.lax.scan(step, (x, kept), (params["layers"], full, slots))
     deepstack = []
     for i, x_of_layer in enumerate(kept):
         weights = {name: leaf[i] for name, leaf in params["deepstack"].items()}
@@ -181,6 +200,8 @@ def encode(
         return pool(tower, merger, norm(tower, outside, "post_norm", x)), ()
     if tower.merger == "mixed":
         return mix(tower, merger, x), ()
+    if tower.merger == "scaled":
+        return scale_means(tower, outside, merger, x), ()
     return merge(tower, merger, x, joined_first=False), tuple(deepstack)
 
 
@@ -188,7 +209,7 @@ def encode(
 Attend: TypeAlias = Callable[[Array, Array, Array, Array], Float[Array, "rows capacity hidden"]]
 
 
-def attention_of(implementation: str, partitioner: Partitioner) -> Attend:
+def attention_of(implementation: str, partitioner: Partitioner, scale: float) -> Attend:
     """Returns attention in both directions within segments; on a mesh each device computes its
     rows."""
     # Other implementations may be causal.
@@ -197,9 +218,7 @@ def attention_of(implementation: str, partitioner: Partitioner) -> Attend:
     def attend(query: Array, key: Array, value: Array, segments: Array) -> Array:
         # Queries that all come after the last key see every key of their segment.
         seen = AttentionMask(segments, segments, start=segments.shape[1])
-        return attention.attend(
-            query, key, value, seen, scale=query.shape[-1] ** -0.5, implementation=implementation
-        )
+        return attention.attend(query, key, value, seen, scale=scale, implementation=implementation)
 
     if partitioner.size(*AXES) == 1:
         return attend
@@ -213,19 +232,36 @@ def attention_of(implementation: str, partitioner: Partitioner) -> Attend:
 
 def patch_rotation(arch: VisionArchitecture, patch_layout: PatchLayout) -> Rotation:
     """Returns cosine and sine [rows, capacity, 1, head_dim / 2] of angles that follow the patch's
-    row in the first half and its column in the second."""
-    head_dim = arch.hidden // arch.heads
-    if arch.alternating:
-        every = Rope(arch.rope_theta).frequencies(head_dim)
-        of_rows, of_columns = every[::2], every[1::2]
+    row in one half and its column in the other.
+
+    "halves": rows first, both by the frequencies of half a head. "alternating": rows first, by every
+    second frequency of a head, and columns by the others. "quarters": columns first, by the frequencies
+    of half a head (see `turn`).
+    """
+    if arch.turned == "alternating":
+        every = Rope(arch.rope_theta).frequencies(arch.head_dim)
+        by = every[::2], every[1::2]
     else:
-        of_rows = of_columns = Rope(arch.rope_theta).frequencies(head_dim // 2)
-    rows, columns = (
+        by = (Rope(arch.rope_theta).frequencies(arch.head_dim // 2),) * 2
+    first, second = patch_layout.rows, patch_layout.columns
+    if arch.turned == "quarters":
+        first, second = second, first
+    angles = [
         x[..., None, None].astype(jnp.float32) * frequencies
-        for x, frequencies in ((patch_layout.rows, of_rows), (patch_layout.columns, of_columns))
-    )
-    angle = jnp.concatenate([rows, columns], axis=-1)
+        for x, frequencies in zip((first, second), by, strict=True)
+    ]
+    angle = jnp.concatenate(angles, axis=-1)
     return Rotation(jnp.cos(angle), jnp.sin(angle))
+
+
+def turn(
+    arch: VisionArchitecture, x: Float[Array, "rows capacity heads head_dim"], rotation: Rotation
+) -> Float[Array, "rows capacity heads head_dim"]:
+    """Rotates queries or keys. In "quarters" a feature's pair is in its own half of the head; both are
+    returned in one order, which their products do not depend on."""
+    if arch.turned == "quarters":
+        x = x.reshape(*x.shape[:-1], 2, 2, -1).swapaxes(-2, -3).reshape(x.shape)
+    return rope(x, rotation)
 
 
 def merge(
@@ -263,13 +299,38 @@ def mix(
     return affine(weights, "second", ACTIVATIONS["gelu"](affine(weights, "first", y)))
 
 
+def scale_means(
+    arch: VisionArchitecture,
+    outside: Params,
+    weights: Params,
+    x: Float[Array, "rows capacity hidden"],
+) -> Float[Array, "rows tokens out"]:
+    """Averages merge² neighbouring patches, standardises the means, normalises and projects them:
+    Gemma 4's, whose norm has no scale."""
+    y = x.astype(jnp.float32).reshape(len(x), -1, arch.merge**2, arch.hidden).mean(-2)
+    if arch.layers:
+        y = y.astype(x.dtype).astype(jnp.float32) * arch.hidden**0.5
+    if arch.standardized:
+        bias, factor = (jax.lax.stop_gradient(outside[f"std_{x}"]) for x in ("bias", "scale"))
+        y = (y - bias) * factor
+    return affine(weights, "first", unit_rms(y.astype(x.dtype), arch.merger_eps))
+
+
 def mlp(
     arch: VisionArchitecture, weights: Params, x: Float[Array, "rows capacity hidden"]
 ) -> Float[Array, "rows capacity hidden"]:
-    activation = ACTIVATIONS[arch.activation]
-    if arch.gated_mlp:
-        return gated_mlp(weights, "", x, activation)
-    return affine(weights, "down", activation(affine(weights, "up", x)))
+    activation, up = ACTIVATIONS[arch.activation], apply(weights, "up", x)
+    y = activation(apply(weights, "gate", x)) * up if arch.gated_mlp else activation(up)
+    return apply(weights, "down", y)
+
+
+def apply(weights: Params, name: str, x: Array) -> Array:
+    """Applies a kernel of a layer, whose input and output are clipped if it has bounds."""
+    if "bounds" not in weights:
+        return affine(weights, name, x)
+    bounds = jax.lax.stop_gradient(weights["bounds"]).reshape(len(CLIPPED), 2, 2)
+    before, after = bounds[list(CLIPPED).index(name)].astype(x.dtype)
+    return jnp.clip(affine(weights, name, jnp.clip(x, *before)), *after)
 
 
 def norm(

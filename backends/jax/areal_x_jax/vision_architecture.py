@@ -74,7 +74,7 @@ class VisionArchitecture:
 
     merger: str = "joined"
     """How merge² neighbours become an embedding, by areal_x_jax.vision: "joined" (`merge`), "mean"
-    (`pool`) or "mixed" (`mix`)."""
+    (`pool`), "mixed" (`mix`) or "scaled" (`scale`)."""
 
     eps: float = 1e-6
     """Of every norm; Qwen's config does not hold it."""
@@ -90,9 +90,39 @@ class VisionArchitecture:
     pre_norm: bool = False
     """True if embedded patches are normalised before the first layer."""
 
-    alternating: bool = False
-    """True if rows turn by every second frequency of a head and columns by the others, False if both
-    turn by those of half a head."""
+    turned: str = "halves"
+    """How a head's features turn (`vision.patch_rotation`): "halves", "alternating" or "quarters"."""
+
+    kv_heads: int = 0
+    """Heads of keys and values; 0 for as many as queries have."""
+
+    head_features: int = 0
+    """Features of a head; 0 if heads make up the width."""
+
+    qk_norm: bool = False
+    """True if each head's query, key and value are normalised, and scores not scaled."""
+
+    out_norms: bool = False
+    """True if the outputs of attention and MLP are normalised before they are added."""
+
+    axis_table: int = 0
+    """Length of the learned tables of columns and of rows; 0 for none."""
+
+    patch_norms: bool = False
+    """True if patches are normalised, and again once embedded and once placed."""
+
+    from_zero: bool = False
+    """True if the pixels of patches are from 0 to 1, and those that the tower embeds from −1 to 1."""
+
+    clipped: bool = False
+    """True if what the kernels of layers read and give is clipped (`vision.apply`)."""
+
+    standardized: bool = False
+    """True if means of neighbours are standardised before they are projected."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_features or self.hidden // self.heads
 
     @property
     def merge(self) -> int:
@@ -262,7 +292,76 @@ def read_pixtral(described: ParsedConfig) -> VisionArchitecture:
         kernel_bias=False,
         merger_bias=bool(whole.multimodal_projector_bias),
         pre_norm=True,
-        alternating=True,
+        turned="alternating",
+    )
+
+
+def read_placed(described: ParsedConfig) -> VisionArchitecture:
+    """Reads Gemma 4's tower, or what its 12B has in place of one. Raises as `read_vision_architecture`."""
+    whole, vision = described.whole, described.whole.vision_config
+    common: dict[str, Any] = {
+        "family": described.family.model_type,
+        "form": format_of(whole),
+        "out": described.text.hidden_size,
+        **dict.fromkeys(("window", "table"), 0),
+        **dict.fromkeys(("full_layers", "deepstack", "sections"), ()),
+        "interleaved": False,
+        "merger": "scaled",
+        "merger_eps": float(vision.rms_norm_eps),
+        "merger_bias": False,
+        "activation": "gelu_tanh",
+    }
+    if described.family.model_type == "gemma4_unified":
+        width = vision.mm_embed_dim
+        refuse_features(
+            {f"output_proj_dims = {vision.output_proj_dims}": vision.output_proj_dims != width}
+        )
+        return VisionArchitecture(
+            module="model.vision_embedder",
+            patch_bias=True,
+            hidden=width,
+            layers=0,
+            heads=1,
+            intermediate=0,
+            rope_theta=0.0,
+            gated_mlp=False,
+            layer_norm=True,
+            axis_table=vision.mm_posemb_size,
+            patch_norms=True,
+            eps=1e-5,
+            **common,
+        )
+    rope, activation = vision.rope_parameters, vision.hidden_activation
+    refuse_features(
+        {
+            f"the activation {activation!r} of the vision tower": activation not in ACTIVATIONS,
+            f"{rope} in the vision tower": rope["rope_type"] != "axial" or len(rope) > 2,
+            f"heads of {vision.head_dim} features in the vision tower": vision.head_dim % 4 > 0,
+        }
+    )
+    common["activation"] = ACTIVATIONS[activation]
+    return VisionArchitecture(
+        module="model.vision_tower",
+        patch_bias=False,
+        hidden=vision.hidden_size,
+        layers=vision.num_hidden_layers,
+        heads=vision.num_attention_heads,
+        intermediate=vision.intermediate_size,
+        rope_theta=float(rope["rope_theta"]),
+        gated_mlp=True,
+        layer_norm=False,
+        eps=float(vision.rms_norm_eps),
+        kernel_bias=False,
+        turned="quarters",
+        kv_heads=vision.num_key_value_heads,
+        head_features=vision.head_dim,
+        qk_norm=True,
+        out_norms=True,
+        axis_table=vision.position_embedding_size,
+        from_zero=True,
+        clipped=bool(vision.use_clipped_linears),
+        standardized=bool(vision.standardize),
+        **common,
     )
 
 
@@ -278,4 +377,9 @@ def check_heads(vision: Any, parts: int = 1) -> None:
         )
 
 
-READERS = {"gemma3": read_siglip, "mistral3": read_pixtral}
+READERS = {
+    "gemma3": read_siglip,
+    "mistral3": read_pixtral,
+    "gemma4": read_placed,
+    "gemma4_unified": read_placed,
+}

@@ -26,14 +26,41 @@ VISION = {
     "deepstack.down": ("vision_wide", "vision_out"),
     "post_norm": ("vision_hidden",),
     "layers.q": ("vision_hidden", "vision_attended"),
-    "layers.k": ("vision_hidden", "vision_attended"),
-    "layers.v": ("vision_hidden", "vision_attended"),
+    "layers.k": ("vision_hidden", "vision_key"),
+    "layers.v": ("vision_hidden", "vision_key"),
     "merger.projection": ("vision_pooled", "vision_out"),
     "pre_norm": ("vision_hidden",),
     "merger.join": ("vision_joined", "vision_hidden"),
     "merger.first": ("vision_hidden", "vision_out"),
     "merger.second": ("vision_out", "vision_out"),
+    "layers.q_norm": ("vision_head_dim",),
+    "layers.k_norm": ("vision_head_dim",),
+    "layers.attention_out_norm": ("vision_hidden",),
+    "layers.mlp_out_norm": ("vision_hidden",),
+    "layers.bounds": (),
+    "of_axes": ("vision_axes", "vision_positions", "vision_hidden"),
+    "on_axes": ("vision_positions", "vision_axes", "vision_hidden"),
+    "std_bias": ("vision_hidden",),
+    "std_scale": ("vision_hidden",),
+    "patch_norm": ("patch_features",),
+    "patch_out_norm": ("vision_hidden",),
+    "positions_norm": ("vision_hidden",),
 }
+# Kernels of layers whose inputs and outputs are clipped, and the four bounds of each; in files a number
+# each, here one leaf [layers, kernels · bounds].
+CLIPPED = {
+    **{x: f"self_attn.{x}_proj" for x in "qkvo"},
+    **{x: f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+BOUNDS = [
+    f"{module}.{end}_{side}"
+    for module in CLIPPED.values()
+    for end in ("input", "output")
+    for side in ("min", "max")
+]
+# Last parts of names that are followed by no ".weight".
+BARE = ("mm_input_projection_weight", "position_embedding_table", "pos_embedding")
+BARE += ("std_bias", "std_scale", "{bound}")
 # The same → Hugging Face's module in the tower; {} is the index in a stack.
 VISION_NAMES = {
     "qwen2_5_vl": {
@@ -87,11 +114,36 @@ VISION_NAMES = {
             for x in ("gate", "up", "down")
         },
     },
+    "gemma4": {
+        "patch": "patch_embedder.input_proj",
+        "of_axes": "patch_embedder.position_embedding_table",
+        "layers.attention_norm": "encoder.layers.{}.input_layernorm",
+        "layers.attention_out_norm": "encoder.layers.{}.post_attention_layernorm",
+        "layers.mlp_norm": "encoder.layers.{}.pre_feedforward_layernorm",
+        "layers.mlp_out_norm": "encoder.layers.{}.post_feedforward_layernorm",
+        **{f"layers.{x}": f"encoder.layers.{{}}.{name}.linear" for x, name in CLIPPED.items()},
+        **{f"layers.{x}_norm": f"encoder.layers.{{}}.self_attn.{x}_norm" for x in "qk"},
+        "layers.bounds": "encoder.layers.{}.{bound}",
+        "std_bias": "std_bias",
+        "std_scale": "std_scale",
+    },
+    "gemma4_unified": {
+        "patch_norm": "patch_ln1",
+        "patch": "patch_dense",
+        "patch_out_norm": "patch_ln2",
+        "on_axes": "pos_embedding",
+        "positions_norm": "pos_norm",
+    },
 }
 # Those beside the tower, by their whole names without ".weight".
 PROJECTOR = "multi_modal_projector"
 BESIDE_TOWER = {
-    "gemma3": {"merger.norm": f"{PROJECTOR}.mm_soft_emb_norm"},
+    "gemma3": {
+        "merger.norm": f"{PROJECTOR}.mm_soft_emb_norm",
+        "merger.projection": f"{PROJECTOR}.mm_input_projection_weight",
+    },
+    "gemma4": {"merger.first": "model.embed_vision.embedding_projection"},
+    "gemma4_unified": {"merger.first": "model.embed_vision.embedding_projection"},
     "mistral3": {
         "merger.norm": f"{PROJECTOR}.norm",
         "merger.join": f"{PROJECTOR}.patch_merger.merging_layer",
@@ -108,13 +160,29 @@ def vision_leaves(arch: VisionArchitecture) -> dict[tuple[str, ...], Leaf]:
     named = {path: f"{arch.module}.{name}" for path, name in VISION_NAMES[arch.family].items()}
     for path, name in (named | BESIDE_TOWER.get(arch.family, {})).items():
         axes, keys = VISION[path], tuple(path.split("."))
-        found[keys] = Leaf(f"{name}.weight", axes)
+        found[keys] = Leaf(
+            name if name.rpartition(".")[2] in BARE else f"{name}.weight",
+            axes,
+        )
         if has_bias(arch, keys):
             found[(*keys[:-1], f"{keys[-1]}_bias")] = Leaf(f"{name}.bias", axes[-1:])
-    if arch.merger == "mean":
-        name = f"{PROJECTOR}.mm_input_projection_weight"
-        found["merger", "projection"] = Leaf(name, VISION["merger.projection"])
-    return {path: leaf for path, leaf in found.items() if path[0] != "deepstack" or arch.deepstack}
+    absent = {
+        ("deepstack",): not arch.deepstack,
+        ("layers", "bounds"): not arch.clipped,
+        ("std_bias",): not arch.standardized,
+        ("std_scale",): not arch.standardized,
+    }
+    return {
+        path: leaf
+        for path, leaf in found.items()
+        if not any(absent.get(path[:n], False) for n in (1, 2))
+    }
+
+
+def tensor_name(leaf: Leaf, index: tuple[int, ...]) -> str:
+    """Returns the name of a tensor of a leaf at this index of its stacks."""
+    bound = BOUNDS[index[-1]] if "{bound}" in leaf.name else ""
+    return leaf.name.format(*index, bound=bound)
 
 
 def has_bias(arch: VisionArchitecture, path: tuple[str, ...]) -> bool:
@@ -122,14 +190,18 @@ def has_bias(arch: VisionArchitecture, path: tuple[str, ...]) -> bool:
     kind = path[-1].rpartition("_")[2]
     if kind == "norm":
         return arch.layer_norm and (path[0] != "merger" or arch.merger == "joined")
-    if path == ("merger", "join"):
+    if path in (("merger", "join"), ("merger", "projection"), ("layers", "bounds")):
+        return False
+    if kind in ("axes", "bias", "scale"):
         return False
     of_kernels = arch.merger_bias if path[0] == "merger" else arch.kernel_bias
     return {"patch": arch.patch_bias, "positions": False}.get(kind, of_kernels)
 
 
 def stack_of(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the leading axis of a tower's leaf, () if it is not stacked."""
+    """Returns the leading axes of a tower's leaf, () if it is not stacked."""
+    if path[-1] == "bounds":
+        return "vision_layers", "vision_bounds"
     return (f"vision_{path[0]}",) if path[0] in ("layers", "deepstack") else ()
 
 
@@ -139,10 +211,14 @@ def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:
     wide = arch.hidden * arch.merge**2
     return {
         "patch_features": arch.in_features,
-        "vision_positions": arch.table**2,
+        "vision_positions": arch.axis_table or arch.table**2,
+        "vision_axes": 2,
+        "vision_head_dim": arch.head_dim,
+        "vision_bounds": len(BOUNDS),
         "vision_hidden": arch.hidden,
         "vision_qkv": 3 * arch.hidden,
-        "vision_attended": arch.hidden,
+        "vision_attended": arch.heads * arch.head_dim,
+        "vision_key": (arch.kv_heads or arch.heads) * arch.head_dim,
         "vision_intermediate": arch.intermediate,
         "vision_pooled": arch.hidden,
         "vision_joined": wide,

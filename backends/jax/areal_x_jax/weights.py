@@ -40,10 +40,15 @@ from areal_x_jax.sharding import (
 )
 from areal_x_jax.varied_parameters import is_unused
 from areal_x_jax.vision_architecture import MODULES, TOWER_MODULES
-from areal_x_jax.vision_parameters import stack_of, vision_leaves
+from areal_x_jax.vision_parameters import stack_of, tensor_name, vision_leaves
 
 # Names of a language model's head in files.
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+# What embeds the images of a Gemma 4 without a tower, in memory and in files.
+EMBEDDERS = (
+    ("model.embed_vision.multimodal_embedder.", "model.embed_vision."),
+    ("model.embed_vision.p", "model.vision_embedder.p"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def places(arch: Architecture) -> dict[str, Place]:
         if len(tensor) == 3 and "rank" in leaf.axes:  # of experts' adapters
             a, b, c = tensor
             tensor = (a * b, c) if leaf.axes[2] == "rank" else (a, b * c)
-        if leaf.axes[0] == "delta_width":  # each channel has a kernel of its own
+        if leaf.axes[:1] == ("delta_width",):  # each channel has a kernel of its own
             tensor = tensor[0], 1, tensor[1]
         return Place(path, index, leaf.order, tensor)
 
@@ -99,9 +104,11 @@ def places(arch: Architecture) -> dict[str, Place]:
     if arch.vision is not None and arch.adapters is None:
         for within, leaf in vision_leaves(arch.vision).items():
             for index in np.ndindex(*(sizes[axis] for axis in stack_of(within))):
-                found[leaf.name.format(*index)] = place(("vision", *within), leaf, *index)
-        kernel = vision_leaves(arch.vision)["patch",].name
-        found[kernel] = replace(found[kernel], tensor=(arch.vision.hidden, *arch.vision.form.patch))
+                found[tensor_name(leaf, index)] = place(("vision", *within), leaf, *index)
+        if not arch.vision.form.colours_last:  # a convolution's
+            kernel = vision_leaves(arch.vision)["patch",].name
+            whole = arch.vision.hidden, *arch.vision.form.patch
+            found[kernel] = replace(found[kernel], tensor=whole)
     return found
 
 
@@ -126,11 +133,15 @@ def saved_name(arch: Architecture, name: str) -> str:
         for module in (IN_MEMORY, ON_DISK):
             if name.startswith(f"{module}."):
                 return f"{arch.module}.{name.removeprefix(f'{module}.')}"
-        if arch.vision is not None:
+        if arch.vision is not None and arch.module == ON_DISK:
             name = name.removeprefix("model.")
             for module in reversed(TOWER_MODULES):
                 if name.startswith(f"{module}."):
                     return f"{arch.vision.module}.{name.removeprefix(f'{module}.')}"
+        if arch.vision is not None and arch.vision.family == "gemma4_unified":
+            for module, of_file in EMBEDDERS:
+                if name.startswith(module):
+                    return f"{of_file}{name.removeprefix(module)}"
         return head_of(arch) if name in HEADS else name
     if arch.vision is None:
         return name
@@ -176,7 +187,8 @@ def from_tensors(
         holder, last = get_leaf(made, place.path[:-1]), place.path[-1]
         shape = holder[last].shape[len(place.index) :]
         value = np.asarray(from_file(tensor, place.order, shape), np.float32)
-        if not np.isfinite(value).all():
+        unbounded = place.path[-1] == "bounds" and not np.isnan(value)
+        if not (unbounded or np.isfinite(value).all()):
             raise UserError(
                 f"{source}: {given} holds numbers that are not finite: the file is damaged, or its"
                 " training failed"
@@ -248,9 +260,10 @@ def is_ignored(arch: Architecture, name: str) -> bool:
 
 def is_beside(arch: Architecture, name: str) -> bool:
     """True for a tensor of the parts of a multimodal checkpoint that are not trained: a vision tower's,
-    or only the pooling in it that Gemma 3 does not read."""
+    or only the pooling in it that Gemma 3 does not read, and what hears."""
     if arch.vision is not None:
-        return bool(arch.module) and name.startswith(f"{arch.vision.module}.head.")
+        unread = f"{arch.vision.module}.head.", "model.audio_tower.", "model.embed_audio."
+        return bool(arch.module) and name.startswith(unread)
     return bool(arch.module) and not name.startswith((f"{arch.module}.", head_of(arch), "score."))
 
 

@@ -68,7 +68,10 @@ class Segments:
 
     images: tuple[tuple[int, int], ...] = ()
     """Where in the row the tokens of each image begin and end that see those after them, up to its end:
-    Gemma 3's."""
+    Gemma 3's and 4's."""
+
+    near: bool = False
+    """True if they do in layers with a window only."""
 
     masks: dict[Any, Tensor] = field(default_factory=dict)
 
@@ -83,10 +86,11 @@ class Segments:
         prefixes: tuple[int, ...] | None = None,
         context: ProcessGroup | None = None,
         images: tuple[tuple[int, int], ...] = (),
+        near: bool = False,
     ) -> Segments:
         """prefixes: None if no sequence continues another."""
         above = prefixes or (-1,) * len(lengths)
-        return Segments(lengths, bounds_of(lengths, device), attend, above, context, images)
+        return Segments(lengths, bounds_of(lengths, device), attend, above, context, images, near)
 
     @property
     def shares(self) -> bool:
@@ -117,6 +121,10 @@ class Segments:
             self.layouts["chunks", chunk] = made
         cut_segments: Segments = self.layouts["chunks", chunk]
         return cut_segments
+
+    def has_whole_images(self, window: int | None) -> bool:
+        """True if images see themselves whole in layers with this window, or none."""
+        return bool(self.images) and (window is not None or not self.near)
 
     @cached_property
     def own_images(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -308,7 +316,7 @@ def sdpa(
 ) -> Attended:
     """torch's scaled_dot_product_attention, once for all neighbours of one length that continue the
     same sequence; no scores between sequences."""
-    images = dict(enumerate(segments.own_images)) if segments.images else {}
+    images = dict(enumerate(segments.own_images)) if segments.has_whole_images(window) else {}
     alone = {i for i in segments.prefixes if i >= 0} | {i for i, own in images.items() if own}
     each = enumerate(zip(segments.lengths, segments.prefixes, strict=True))
     # A sequence that others continue, or that has images, is a run of its own.
@@ -417,7 +425,7 @@ def flash(
     """flash-attn's kernel for sequences of different lengths; `sdpa` for sinks, for images that see
     themselves whole, and for heads that are too wide or unlike for it. Experimental: tested against a
     stand-in, never on a GPU."""
-    if not _flash_takes(query, value) or sinks is not None or segments.images:
+    if not _flash_takes(query, value) or sinks is not None or segments.has_whole_images(window):
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     from flash_attn import flash_attn_varlen_func
 
@@ -447,7 +455,7 @@ def varlen(
     """torch's own flash attention for sequences of different lengths, and its
     scaled_dot_product_attention for each long one; `sdpa` for capped scores, sinks, images that see
     themselves whole, and for heads that are too wide or unlike for it."""
-    special = softcap is not None or sinks is not None or segments.images
+    special = softcap is not None or sinks is not None or segments.has_whole_images(window)
     if special or not _flash_takes(query, value):
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     if segments.long and window is None:
@@ -522,7 +530,7 @@ def npu(
 ) -> Attended:
     """torch_npu's fused kernel; `sdpa` for what it does not support: capped scores, sinks, images that
     see themselves whole, and heads too wide or unlike for it. Experimental: tested against a stand-in, never on an NPU."""
-    special = softcap is not None or sinks is not None or segments.images
+    special = softcap is not None or sinks is not None or segments.has_whole_images(window)
     if special or not npu_attention.supports(query, value):
         return sdpa(query, key, value, segments, scale, window, softcap, sinks)
     return npu_attention.fused(query, key, value, segments, scale, window)

@@ -236,6 +236,7 @@ class Forward:
             tuple(flat.prefixes.tolist()),
             self.context,
             () if images is None else images.spans,
+            images is not None and images.near,
         )
         recorded = None
         if packed.experts is not None:

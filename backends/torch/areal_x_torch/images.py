@@ -32,17 +32,19 @@ from areal_x_torch.flat_rows import FlatRow, to_tensor
 # The model_types that are trained with images.
 VISION_MODELS = (*DIRECTED, *SEEN)
 # Those of multimodal models of which the language model alone is trained, on text.
-TEXT_OF = ("gemma4", "gemma4_unified", "llama4")
+TEXT_OF = ("llama4",)
 
 
 class RowImages(NamedTuple):
     """The images of a flat row in the order of its tokens, and the indices of their tokens. spans: where
-    the tokens begin and end of each image that sees itself whole."""
+    the tokens begin and end of each image that sees itself whole. near: True if it does in layers with
+    a window only."""
 
     patches: Float[Tensor, "patches features"]
     grids: Int[Tensor, "images 3"]
     places: Int[Tensor, " image_tokens"]
     spans: tuple[tuple[int, int], ...] = ()
+    near: bool = False
 
 
 def sees(config: Any) -> bool:
@@ -127,7 +129,7 @@ def row_images(
         of_image[:] = False
     arrays = np.concatenate(patches), np.array(grids), np.flatnonzero(of_image)
     on_device = [to_tensor(x, device) for x in arrays]
-    return positions, RowImages(*on_device)._replace(spans=tuple(spans))
+    return positions, RowImages(*on_device)._replace(spans=tuple(spans), near=form.near)
 
 
 def _images_of(packed: Batch, place: int) -> list[tuple[Grid, Float[np.ndarray, "_ features"]]]:
@@ -144,15 +146,16 @@ def _images_of(packed: Batch, place: int) -> list[tuple[Grid, Float[np.ndarray, 
 
 
 def embed_images(
-    model: nn.Module, embedded: Float[Tensor, "1 tokens features"], seen: RowImages | None
+    model: nn.Module, tokens: Int[Tensor, "1 tokens"], seen: RowImages | None
 ) -> dict[str, Any]:
-    """Returns the inputs of a vision-language model's decoder in place of token ids.
+    """Returns the inputs of a vision-language model's decoder.
 
     transformers' own forward would take every token with an image's id for an image; here one that
     the policy generated is text.
     """
     if seen is None:
-        return {"inputs_embeds": embedded}
+        return {"input_ids": tokens}
+    embedded: Float[Tensor, "1 tokens features"] = model.get_input_embeddings()(tokens)
     taken = len(seen.places)  # all of them, or none
     features, *deeper = (x[:taken] for x in features_of(model, seen.patches, seen.grids))
     given: dict[str, Any] = {
@@ -162,7 +165,21 @@ def embed_images(
         masks = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
         masks[:, seen.places] = True
         given |= {"visual_pos_masks": masks, "deepstack_visual_embeds": deeper}
-    return given
+    return given | layer_inputs(model, tokens.index_fill(1, seen.places, pad_of(model)))
+
+
+def layer_inputs(model: nn.Module, tokens: Int[Tensor, "rows tokens"]) -> dict[str, Any]:
+    """Returns the inputs of a Gemma 4's layers that are looked up by token, if it has them. tokens: with
+    `pad_of` in place of images."""
+    language = getattr(model, "language_model", None)
+    if not getattr(language, "hidden_size_per_layer_input", 0):
+        return {}
+    return {"per_layer_inputs": language.get_per_layer_inputs(tokens, None)}
+
+
+def pad_of(model: nn.Module) -> int:
+    """Returns the token whose inputs of layers those of images are."""
+    return model.config.get_text_config().pad_token_id or 0
 
 
 def features_of(
@@ -174,6 +191,9 @@ def features_of(
     if form.side:
         found = model.get_image_features(pixels_of(patches, form), return_dict=True)
         return [found.pooler_output.flatten(0, 1)]
+    if form.colours_last:
+        found = model.get_image_features(*padded_patches(patches, grids, form), return_dict=True)
+        return [torch.cat(list(found.pooler_output))]
     if not form.directed:
         pixels, sizes = padded_pixels(patches, grids, form)
         found = model.get_image_features(pixels, image_sizes=sizes, return_dict=True)
@@ -200,3 +220,19 @@ def padded_pixels(
         for x, (own_height, own_width) in zip(images, sizes, strict=True)
     ]
     return torch.stack(padded), sizes
+
+
+def padded_patches(
+    patches: Float[Tensor, "patches features"], grids: Int[Tensor, "images 3"], form: ImageFormat
+) -> tuple[Float[Tensor, "images most features"], Int[Tensor, "images most 2"]]:
+    """Returns the patches of each image, as many as the largest has, and the column and row of each; −1
+    for padding."""
+    each = grids.tolist()
+    found = patches.split([height * width for _, height, width in each])
+    places = []
+    for _, height, width in each:
+        at = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+        squares = (height // form.merge, form.merge, width // form.merge, form.merge, 2)
+        places.append(at.view(squares).transpose(1, 2).reshape(-1, 2).flip(1).to(patches.device))
+    pad = nn.utils.rnn.pad_sequence
+    return pad(list(found), True), pad(places, True, -1)

@@ -224,6 +224,7 @@ class PrefillCache:
     length: int
     real: tuple[int, ...]
     images: Sequence[Sequence[tuple[int, int]]] = ()
+    near: bool = False  # images see themselves in layers with a window only
     masks: dict[Visible, Tensor] = field(default_factory=dict)
 
     def attend(
@@ -246,7 +247,7 @@ class PrefillCache:
             x[rows, self.start : stop] = new.transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
         plain = softcap is None and sinks is None
-        causal = not any(self.own_images)
+        causal = not any(self.own_images(seen))
         if plain and causal and self.start == 0 and not seen.hides(stop):
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
@@ -282,9 +283,10 @@ class PrefillCache:
         device = self.cache.keys[index_of(self.cache.layers, layer)].device
         return torch.arange(self.start, self.start + self.length, device=device)
 
-    @property
-    def own_images(self) -> list[list[tuple[int, int]]]:
-        """Those in these columns."""
+    def own_images(self, seen: Visible) -> list[list[tuple[int, int]]]:
+        """Those in these columns that see themselves whole in a layer."""
+        if self.near and seen.window is None:
+            return []
         stop = self.start + self.length
         return [[(a, b) for a, b in row if self.start <= a < stop] for row in self.images]
 
@@ -296,9 +298,9 @@ class PrefillCache:
             columns = torch.arange(stop, device=device)
             own = columns[self.start :, None]
             last = own
-            if any(self.own_images):
+            if any(self.own_images(seen)):
                 last = own.repeat(self.rows, 1, 1, 1)
-                for row, images in zip(last, self.own_images, strict=True):
+                for row, images in zip(last, self.own_images(seen), strict=True):
                     for first, end in images:
                         row[0, first - self.start : end - self.start] = end - 1
             mask = (columns <= last) & (columns > own - (seen.window or stop))

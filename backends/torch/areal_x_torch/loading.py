@@ -136,9 +136,10 @@ def build(directory: Path, head: str) -> PreTrainedModel:
             module.register_buffer(own, parameter.detach())
     if has_vision(model) and not sees(model.config):
         freeze_beside(model)
-    # SigLIP's own pooling of an image, which Gemma 3 does not read.
+    # SigLIP's own pooling of an image, which Gemma 3 does not read, and what hears.
     for name, parameter in model.named_parameters():
-        if ".vision_tower." in name and ".head." in name:
+        pools = ".vision_tower." in name and ".head." in name
+        if pools or ".audio_tower." in name or ".embed_audio." in name:
             parameter.requires_grad_(False)
     compatibility.prepare(model, directory)
     return model

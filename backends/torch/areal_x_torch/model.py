@@ -70,9 +70,7 @@ def decoder_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "tok
     """Returns what the decoder gives for each token of a flat row."""
     read = {"input_ids": row.tokens[None]}
     if sees(model.config):
-        read = embed_images(
-            model.base_model, model.get_input_embeddings()(row.tokens[None]), row.seen
-        )
+        read = embed_images(model.base_model, row.tokens[None], row.seen)
     # One row of positions, or of positions in three directions.
     with routing_scope(row.routing):
         states = decoder(model)(

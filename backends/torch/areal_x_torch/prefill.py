@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from areal_x.hf.image_format import format_of
 from areal_x.protocols.sampler import SlotRequest
 from areal_x_torch import prompt_images
 from areal_x_torch.images import counts_in_three
@@ -35,7 +36,7 @@ def prefill(
         if request.images is not None:
             positions[:, row, :length], spans[row] = prompt_images.places_of(model, request)
     looked = prompt_images.encode_images(model, requests, longest)
-    read, embed = decoder(model), model.get_input_embeddings()
+    read, near = decoder(model), looked is not None and format_of(model.config).near
     cache.begin(slice(first, first + rows))
     for start, stop in chunks(longest - 1, [span for of_row in spans for span in of_row]):
         # Padding writes beyond its row's end, where decoding overwrites it before it is read.
@@ -43,14 +44,14 @@ def prefill(
         rows = sum(tokens > 0 for tokens in left)
         here = slice(start, stop)
         chunk = torch.from_numpy(tokens[:rows, here]).to(model.device)
-        inputs = {"input_ids": chunk} if looked is None else looked.inputs(embed(chunk), start)
+        inputs = {"input_ids": chunk} if looked is None else looked.inputs(chunk, start)
         # A text model has one position per token; for text, the three of a vision-language model
         # are equal.
         three = looked is not None and counts_in_three(model.config)
         own = torch.from_numpy(positions[:, :rows, here] if three else positions[0, :rows, here])
         width = chunk.shape[1]
         real = tuple(min(tokens, width) for tokens in left[:rows])
-        written = PrefillCache(cache, first, rows, start, width, real, spans[:rows])
+        written = PrefillCache(cache, first, rows, start, width, real, spans[:rows], near)
         read(**inputs, position_ids=own.to(chunk.device), use_cache=False, cache=written)
     ends = [len(request.tokens) - 1 for request in requests]
     return [int(positions[0, row, end]) - end for row, end in enumerate(ends)]

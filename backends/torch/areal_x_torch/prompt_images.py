@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
@@ -22,29 +22,32 @@ from areal_x.hf.image_positions import Grid, image_tokens, mrope_positions
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.types import Images
 from areal_x_torch.flat_rows import to_tensor
-from areal_x_torch.images import features_of
+from areal_x_torch.images import features_of, layer_inputs, pad_of
 
 TEXT = -1  # index of tokens without a feature
 
 
 @dataclass(frozen=True)
 class PromptImages:
-    """features: the tower's features of all images, see `features_of`. which: for each token its
-    index in them; TEXT for others."""
+    """model: without its head. features: the tower's features of all images, see `features_of`. which:
+    for each token its index in them; TEXT for others."""
 
+    model: nn.Module
     features: Sequence[Float[Tensor, "image_tokens width"]]
     which: Int[Tensor, "rows length"]
 
-    def inputs(self, embedded: Float[Tensor, "rows chunk width"], start: int) -> dict[str, Any]:
-        """Returns the inputs of the language model in place of the token ids of a chunk of the
-        first rows, from column `start` on."""
-        which = self.which[: embedded.shape[0], start : start + embedded.shape[1]]
+    def inputs(self, tokens: Int[Tensor, "rows chunk"], start: int) -> dict[str, Any]:
+        """Returns the inputs of the language model for a chunk of the first rows, from column `start`
+        on."""
+        which = self.which[: tokens.shape[0], start : start + tokens.shape[1]]
         seen = which != TEXT
         if not seen.any():
-            return {"inputs_embeds": embedded}
+            return {"input_ids": tokens}
+        embedded = self.model.get_input_embeddings()(tokens)
         first, *deeper = (x[which[seen]] for x in self.features)
         embedded[seen] = first.to(embedded.dtype)
         inputs: dict[str, Any] = {"inputs_embeds": embedded}
+        inputs |= layer_inputs(self.model, tokens.masked_fill(seen, pad_of(self.model)))
         return inputs | (
             {"visual_pos_masks": seen, "deepstack_visual_embeds": deeper} if deeper else {}
         )
@@ -74,6 +77,7 @@ def encode_images(
     grids = np.concatenate([images.grids for images in distinct.values()])
     device = model.device
     return PromptImages(
+        model.base_model,
         features_of(model.base_model, to_tensor(patches, device), to_tensor(grids, device)),
         to_tensor(which, device),
     )
