@@ -15,6 +15,7 @@ from tests.models import (
     KEYS_AS_VALUES,
     LATENT_WIDTHS,
     LLAMA3,
+    LLAMA4,
     NEAR,
     QWEN3,
     RULE,
@@ -74,9 +75,7 @@ SOLAR = {**QWEN3, **ROUTED, "model_type": "solar_open"}
 YOUTU = {**LATENT, **UNTIED, "model_type": "youtu"}
 ERNIE = {**SIZES, **UNTIED, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
 
-LLAMA4 = {**SIZES, "model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 56, "num_local_experts": 4}
 AT_ONCE = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # as Scout's: no frequencies in between
-LLAMA4 |= {"num_hidden_layers": 4, "attention_chunk_size": 5, "floor_scale": 4, "interleave_moe_layer_step": 2}
 
 # As in 26B-A4B: experts beside each MLP. Both it and 31B have keys that are values in full layers.
 BESIDE_MLP = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
@@ -376,7 +375,7 @@ MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deep
 MIXTURES += ("llama4_text", "llama4", "ernie4_5_moe", "solar_open", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SEE = ("qwen2_5_vl", "qwen3_vl")
 OF_SHAPES = {family: f"{family}-0" for family in FAMILY_MODELS}
-OF_BOTH = {family: f"{family}_vl" for family in ("gemma3", "mistral3", "gemma4", "gemma4_unified")}
+OF_BOTH = {family: f"{family}_vl" for family in ("gemma3", "mistral3", "gemma4", "gemma4_unified", "llama4")}
 OF_IMAGES = {family: family for family in SEE} | OF_BOTH
 TORCH_SEES = {family: family for family in (*SEE, *SEEING_HYBRIDS)} | OF_BOTH
 JAX, TORCH = "tests/jax/test_{}.py::test_{}", "tests/torch/test_{}.py::test_{}"

@@ -30,6 +30,8 @@ SHARING = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GEMMA3 = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 4}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA4 = {**SIZES, "model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 56, "num_local_experts": 4}
+LLAMA4 |= {"num_hidden_layers": 4, "attention_chunk_size": 5, "floor_scale": 4, "interleave_moe_layer_step": 2}
 GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
 GEMMA4 |= {"hidden_size_per_layer_input": 0, "bos_token_id": 1, "eos_token_id": 1, "num_hidden_layers": 4}
 NEAR = "sliding_attention"
@@ -212,6 +214,26 @@ SEEING_PLACED = {
     ),
 }
 
+# Llama 4's tiles, each an image of its own here.
+TILES = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+TILES |= {"patch_size": 4, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
+
+
+def seeing_tiles(tower: dict[str, Any], **text: Any) -> dict[str, Any]:
+    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", False)}
+    text = LLAMA4 | tied | text
+    return {"model_type": "llama4", "text_config": text, "vision_config": TILES | tower, "image_token_index": IMAGE, **tied}
+
+
+SEEING_TILES = {
+    "llama4_vl": seeing_tiles({}),
+    "llama4_vl-threes": seeing_tiles(
+        {"pixel_shuffle_ratio": 1 / 3, "image_size": 18, "patch_size": 3, "intermediate_size": 144, "num_attention_heads": 4},
+        tie_word_embeddings=True,
+        num_key_value_heads=1,
+    ),
+}
+
 # Several images in a sequence, ragged windows, two frames, none at all.
 PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
     (3, (1, 4, 6), 2, (2, 4, 4), 1),
@@ -259,7 +281,7 @@ DIVISIBLE = {
 
 def write_random(name: str, directory: Path) -> Path:
     """A random model of these names."""
-    see = SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS | SEEING_PLACED
+    see = SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS | SEEING_PLACED | SEEING_TILES
     return write_config((MODELS | MORE | DIVISIBLE | see)[name], directory, name in see, seed=len(name))
 
 
@@ -349,7 +371,7 @@ def seen_logits(model: Any, trajectory: Trajectory) -> Any:
         image_format.pixels_of(patches, form, grid.tolist())[0]
         for patches, grid in zip(np.split(trajectory.images.patches, starts), grids, strict=True)
     ]
-    if not form.side:
+    if form.rows:
         given["image_sizes"] = [x.shape[1:] for x in each]
     # What pads images of several sizes is not read.
     pixels = np.full((len(each), 3, *(max(x.shape[axis] for x in each) for axis in (1, 2))), 7.0, np.float32)

@@ -4,6 +4,7 @@
     Gemma 3    images of one size, whose tokens see each other
     Mistral 3  images of any size; a token of text ends each row of an image's tokens
     Gemma 4    images of any size; tokens of an image see each other in layers with a window, or not
+    Llama 4    tiles of one size, several of which are an image: here each is an image of its own
 
 Positions are counted as for text and attention is causal where nothing else is said.
 """
@@ -24,7 +25,7 @@ from areal_x.hf.image_positions import Grid, check_count, check_grids, image_spa
 
 # Model types that are trained with images: those with positions in three directions, and others.
 DIRECTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
-SEEN = ("gemma3", "mistral3", "gemma4", "gemma4_unified")
+SEEN = ("gemma3", "mistral3", "gemma4", "gemma4_unified", "llama4")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ def format_of(config: Any) -> ImageFormat:
     if config.model_type == "mistral3":
         patch = tower.num_channels, tower.patch_size, tower.patch_size
         return ImageFormat(token, config.spatial_merge_size, patch, rows=True)
+    if config.model_type == "llama4":
+        patch, merge = (tower.num_channels, *[tower.patch_size] * 2), shuffled_side(config)
+        return ImageFormat(token, merge, patch, tower.image_size // tower.patch_size)
     if config.model_type.startswith("gemma4"):
         size, merge = tower.patch_size, tower.pooling_kernel_size
         if (
@@ -149,6 +153,8 @@ def takes_images(config: Any) -> bool:
         return False
     if config.model_type == "gemma3":
         return divides(config)
+    if config.model_type == "llama4":
+        return shuffled_side(config) > 0
     return config.model_type in (*DIRECTED, *SEEN)
 
 
@@ -158,6 +164,16 @@ def divides(config: Any) -> bool:
     tower, tokens = config.vision_config, config.mm_tokens_per_image
     side, rest = divmod(tower.image_size, tower.patch_size)
     return tokens > 0 and isqrt(tokens) ** 2 == tokens and not rest and side % isqrt(tokens) == 0
+
+
+def shuffled_side(config: Any) -> int:
+    """Returns the side of the squares of a Llama 4's patches that share a token; 0 if its patches do not
+    fill a tile, or squares of them do not."""
+    tower = config.vision_config
+    size, patch, merge = tower.image_size, tower.patch_size, round(1 / tower.pixel_shuffle_ratio)
+    if not (isinstance(size, int) and isinstance(patch, int)) or size % (patch * merge):
+        return 0
+    return merge if merge * tower.pixel_shuffle_ratio == 1 else 0
 
 
 def described_config(config: Mapping[str, Any]) -> Any:

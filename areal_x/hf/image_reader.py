@@ -8,7 +8,7 @@ ever downloaded:
 
 The chat template writes one image token for each; it is repeated here once for each merged patch of
 the image's grid, as Hugging Face's processors do, with a token after each row of them for Mistral's
-models, and between two tokens for Gemma 4. Gemma 3's writes one token at which an image begins: the
+models, and between two tokens for Gemma 4 (`image_tokens`). Gemma 3's writes one token at which an image begins: the
 image's tokens follow it, then one at which it ends.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ from areal_x.hf.image_format import (
     placed_patches,
 )
 from areal_x.hf.image_positions import check_grids, count_patches
+from areal_x.hf.image_tiles import TiledImages, load_tile_processor
+from areal_x.hf.image_tokens import expanded, placeholder, tokens_of_each
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Message
 
@@ -43,9 +46,9 @@ MAX_BYTES = 20 * 2**20  # of one image as a file
 # of one image, before the model's processor scales it down: 100 MB as bytes of RGB
 MAX_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
-WANTED = "train a vision-language model, Qwen2.5-VL, Qwen3-VL, Gemma 3 or 4, Mistral Small 3.1"
-# Texts of the tokens after each row of a Mistral's image, and after the last (PixtralProcessor).
-ROW_ENDS = ("[IMG_BREAK]", "[IMG_END]")
+WANTED = (
+    "train a vision-language model, Qwen2.5-VL, Qwen3-VL, Gemma 3 or 4, Mistral Small 3.1, Llama 4"
+)
 CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
 
 Urls = tuple[str, ...]
@@ -118,6 +121,8 @@ class ImageReader:
                 f"the model's processor rejects an image (of {sizes} pixels): {error}"
             ) from error
         pixels = np.asarray(read["pixel_values"], np.float32)
+        if "aspect_ratios" in read:
+            return TiledImages(*patches_of(pixels, self.form), tuple(read["aspect_ratios"]))
         if self.form.side:
             if np.any(read.get("num_crops", 0)):
                 raise UserError(
@@ -148,7 +153,7 @@ class ImageReader:
         """
         if not self.begun:
             tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-            return self.expand_tokens(tokens, images, self._row_ends(tokenizer))
+            return self.expand_tokens(tokens, images, tokenizer.get_vocab())
         assert self.ends is not None
         counts = self._counts(images)
         # In the text, as the line breaks around an image join others to tokens of their own.
@@ -165,39 +170,17 @@ class ImageReader:
         self,
         tokens: Int32[np.ndarray, " T"],
         images: Images,
-        row_ends: tuple[int, int] | None = None,
+        vocabulary: Mapping[str, int] = MappingProxyType({}),
     ) -> Int32[np.ndarray, " prompt"]:
-        """Repeats each image token of a rendered chat template once for each square of its image.
-        row_ends: ids of the tokens after each row of them, and after the last.
+        """Replaces the token that a chat template writes for each image by the image's own. vocabulary:
+        the tokenizer's, for models with tokens of text between an image's.
 
         Raises: UserError if the template did not write one token for each image.
         """
-        places, counts = np.flatnonzero(tokens == self.form.token), self._counts(images)
-        self._check_count(len(places), len(counts))
-        shown = [np.full(count, self.form.token) for count in counts]
-        if row_ends is not None:
-            for i, (_, _, width) in enumerate(images.grids.tolist()):
-                rows = shown[i].reshape(-1, width // self.form.merge)
-                shown[i] = np.pad(rows, ((0, 0), (0, 1)), constant_values=row_ends[0]).reshape(-1)
-                shown[i][-1] = row_ends[1]
-        if self.ends is not None:
-            shown = [np.array([self.ends[0], *own, self.ends[1]]) for own in shown]
-        first, *others = np.split(tokens, places)
-        parts = [first, *(x for n, rest in zip(shown, others, strict=True) for x in (n, rest[1:]))]
-        return np.concatenate(parts).astype(np.int32)
-
-    def _row_ends(self, tokenizer: Any) -> tuple[int, int] | None:
-        """Raises: UserError for a tokenizer without these tokens."""
-        if not self.form.rows:
-            return None
-        known = tokenizer.get_vocab()
-        if missing := [name for name in ROW_ENDS if name not in known]:
-            raise UserError(
-                f"the tokenizer of {self.directory} has no token {missing[0]}, which stands between"
-                " the rows of an image: use the tokenizer that came with the model"
-            )
-        row, last = (known[name] for name in ROW_ENDS)
-        return row, last
+        shown = tokens_of_each(self.form, images, vocabulary, self.ends)
+        places = np.flatnonzero(tokens == placeholder(self.form, images, vocabulary))
+        self._check_count(len(places), len(shown))
+        return expanded(tokens, places, shown)
 
     def _counts(self, images: Images) -> list[int]:
         """Returns the number of tokens of each image."""
@@ -258,11 +241,13 @@ def load_image_reader(directory: str) -> ImageReader:
 
 
 def load_processor(directory: str, model_type: str) -> Any:
-    """Loads transformers' image processor of a model. Always Pillow's: torchvision resizes differently,
+    """Loads the image processor of a model, with Pillow always: torchvision resizes differently,
     and a model's input should not depend on the packages that are installed.
 
     Raises: OSError, ValueError, ImportError.
     """
+    if model_type == "llama4":
+        return load_tile_processor(directory)
     if model_type == "gemma4_unified":
         # Its own needs torchvision, and joins the patches of this one, as `placed_patches` does.
         from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil

@@ -101,5 +101,5 @@ def test_a_tokenizer_without_the_tokens_between_rows_is_refused(directory: Path,
         (tmp_path / file.name).write_bytes(file.read_bytes())
     write_prompt_files(tmp_path, CONFIG, [*SPECIAL[:6], "<6>", SPECIAL[7]])
     tokenizer, prompt = load_tokenizer(tmp_path), message(PICTURES[0])
-    with pytest.raises(UserError, match=r"has no token \[IMG_BREAK\], which stands between the rows"):
+    with pytest.raises(UserError, match=r"has no token \[IMG_BREAK\], which stands between the tokens of an image"):
         encode(tokenizer, prompt, read_prompt_images(tokenizer, prompt))

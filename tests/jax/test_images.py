@@ -36,6 +36,7 @@ from tests.models import (
     SEEING_PLACED,
     SEEING_ROWS,
     SEEING_SQUARES,
+    SEEING_TILES,
     log_softmax,
     reference_model,
     seen_logits,
@@ -49,8 +50,8 @@ from .meshes import learn, learn_on
 
 MadeModel = Callable[[str], Path]
 QWENS = ["qwen3_vl", *further("qwen2_5_vl")]
-FAMILIES = [*QWENS, *further("gemma3_vl", "mistral3_vl", "gemma4_vl", "gemma4_unified_vl")]
-SHAPES = [*QWENS, *further(*SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED)]
+FAMILIES = [*QWENS, *further("gemma3_vl", "mistral3_vl", "gemma4_vl", "gemma4_unified_vl", "llama4_vl")]
+SHAPES = [*QWENS, *further(*SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED, *SEEING_TILES)]
 ROW = 64
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=4, clip_norm=0.5, eps=1e-4)
 

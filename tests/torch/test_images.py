@@ -27,6 +27,7 @@ from tests.models import (
     SEEING_PLACED,
     SEEING_ROWS,
     SEEING_SQUARES,
+    SEEING_TILES,
     reference_model,
     seen_logits,
     shown_to,
@@ -60,7 +61,7 @@ def logps_of(of, made):
 
 @pytest.mark.parametrize(
     ("name", "image_like"),
-    [*((name, False) for name in SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS | SEEING_PLACED)]
+    [*((name, False) for name in SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS | SEEING_PLACED | SEEING_TILES)]
     + [(name, True) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3_vl-untied", "mistral3_vl", "gemma4_vl-whole")],
 )
 def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(model_dir_of, name, image_like):
@@ -73,7 +74,9 @@ def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(mode
         np.testing.assert_allclose(ours[1:], expected.numpy(), atol=1e-4 if name in SEEING_HYBRIDS else 2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED, *SEEING_TILES]
+)
 def test_gradients_are_those_of_each_sequence_alone(model_dir_of, name):
     made = shown_to(model_dir_of(name), image_like=False)
     batch = pack(made, ROW).batch
@@ -105,7 +108,8 @@ def rows_of(trainer, batch):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl-tied", "qwen3_vl", "gemma3_vl-headed", "mistral3_vl-tied", "gemma4_vl", "gemma4_unified_vl"]
+    "name",
+    ["qwen2_5_vl-tied", "qwen3_vl", "gemma3_vl-headed", "mistral3_vl-tied", "gemma4_vl", "gemma4_unified_vl", "llama4_vl"],
 )
 def test_what_is_saved_after_a_step_says_the_same_in_transformers_and_goes_on(model_dir_of, tmp_path, name):
     made = shown_to(model_dir_of(name), image_like=False)

@@ -22,7 +22,7 @@ from areal_x.testing.conformance.helpers import sample_to_end
 from areal_x.types import Images, Trajectory
 from areal_x_torch import prefill, prompt_images
 from areal_x_torch.images import features_of
-from tests.models import IMAGE, SEEING_PLACED, SEEING_ROWS, SEEING_SQUARES, shown_to
+from tests.models import IMAGE, SEEING_PLACED, SEEING_ROWS, SEEING_SQUARES, SEEING_TILES, shown_to
 
 CONTEXT, ANSWER = 64, 24
 
@@ -51,7 +51,17 @@ def drawn(trainer: Trainer, requests: list[Request], slots: int) -> list[Complet
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen2_5_vl-yarn", "qwen3_vl", "qwen3_vl-tied", *SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED]
+    "name",
+    [
+        "qwen2_5_vl",
+        "qwen2_5_vl-yarn",
+        "qwen3_vl",
+        "qwen3_vl-tied",
+        *SEEING_SQUARES,
+        *SEEING_ROWS,
+        *SEEING_PLACED,
+        *SEEING_TILES,
+    ],
 )
 @pytest.mark.parametrize("chunk", [512, 7])
 def test_recorded_log_probabilities_are_the_trainers(model_dir_of, monkeypatch, name: str, chunk: int) -> None:

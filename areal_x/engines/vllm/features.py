@@ -64,10 +64,10 @@ def check_served(model: Path, config: VLLMConfig) -> None:
             f"the prompt has images and {model} has tokens of text between the rows of an image's"
             f" tokens, which requests to vLLM servers cannot say: {instead}"
         )
-    if form.colours_last:
+    if form.colours_last or read["model_type"] == "llama4":
         raise UserError(
-            f"the prompt has images and {model} is a Gemma 4, whose images are not sent to vLLM servers:"
-            f" {instead}"
+            f"the prompt has images and {model} is a {read['model_type']}, whose images are not sent to"
+            f" vLLM servers: {instead}"
         )
     if form.whole and not config.urls and is_cpu_build():
         raise UserError(

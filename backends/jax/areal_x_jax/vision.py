@@ -1,5 +1,5 @@
-"""The vision towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 (SigLIP), Mistral 3 (Pixtral) and Gemma 4 from
-one description, over the patches of each row's images.
+"""The vision towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 (SigLIP), Mistral 3 (Pixtral), Gemma 4 and
+Llama 4 from one description, over the patches of each row's images.
 
 What differs between families is a field of `VisionArchitecture`, never a subclass. The patches of a
 row's images are in the order of Hugging Face's image processors, in which the patches that the
@@ -11,7 +11,7 @@ depend on the order of a window's patches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from areal_x_jax.rotations import Rotation, rope
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 from areal_x_jax.vision_architecture import VisionArchitecture
 from areal_x_jax.vision_parameters import CLIPPED
+
+NO_PLACE = -1  # row and column of a token that is no patch
 
 
 class PatchLayout(NamedTuple):
@@ -130,6 +132,9 @@ def encode(
             outside["positions"][patch_layout.corners] * patch_layout.corner_weights[..., None]
         )
         x = x + jnp.sum(corners, axis=-2).astype(x.dtype)
+    capacity = x.shape[1]
+    if tower.classed:
+        x, patch_layout = with_classes(tower, outside, x, patch_layout)
     if tower.pre_norm:
         x = norm(tower, outside, "pre_norm", x)
     if tower.rope_theta:
@@ -196,6 +201,9 @@ def encode(
         )
         deepstack.append(merge(tower, weights, x_of_layer, joined_first=True))
     merger = partitioner.gathered(params["merger"], axes["merger"])
+    x = x[:, :capacity]
+    if tower.merger == "shuffled":
+        return shuffle(tower, merger, norm(tower, outside, "post_norm", x)), ()
     if tower.merger == "mean":
         return pool(tower, merger, norm(tower, outside, "post_norm", x)), ()
     if tower.merger == "mixed":
@@ -203,6 +211,29 @@ def encode(
     if tower.merger == "scaled":
         return scale_means(tower, outside, merger, x), ()
     return merge(tower, merger, x, joined_first=False), tuple(deepstack)
+
+
+def with_classes(
+    arch: VisionArchitecture,
+    outside: Params,
+    x: Float[Array, "rows capacity hidden"],
+    patch_layout: PatchLayout,
+) -> tuple[Float[Array, "rows more hidden"], PatchLayout]:
+    """Appends a token without a place for each image of one size that a row has room for. Such tokens of
+    images that are not there see themselves alone."""
+    count = x.shape[1] // arch.form.side**2
+    token = (outside["class"] + outside["positions"][-1]).astype(x.dtype)
+    tokens = jnp.broadcast_to(token, (len(x), count, arch.hidden))
+
+    def more(of_patches: Array, of_tokens: Any) -> Array:
+        own = jnp.broadcast_to(jnp.asarray(of_tokens, of_patches.dtype), (len(x), count))
+        return jnp.concatenate([of_patches, own], axis=1)
+
+    frames = more(patch_layout.frames, np.arange(count) + 1)
+    rows, columns = (more(at, NO_PLACE) for at in (patch_layout.rows, patch_layout.columns))
+    return jnp.concatenate([x, tokens], axis=1), patch_layout._replace(
+        frames=frames, rows=rows, columns=columns
+    )
 
 
 # query, key, value, segments
@@ -236,7 +267,8 @@ def patch_rotation(arch: VisionArchitecture, patch_layout: PatchLayout) -> Rotat
 
     "halves": rows first, both by the frequencies of half a head. "alternating": rows first, by every
     second frequency of a head, and columns by the others. "quarters": columns first, by the frequencies
-    of half a head (see `turn`).
+    of half a head (see `turn`). "neighbours": columns first, by the frequencies of half a head, counted
+    from 1 on; a class token does not turn.
     """
     if arch.turned == "alternating":
         every = Rope(arch.rope_theta).frequencies(arch.head_dim)
@@ -244,8 +276,10 @@ def patch_rotation(arch: VisionArchitecture, patch_layout: PatchLayout) -> Rotat
     else:
         by = (Rope(arch.rope_theta).frequencies(arch.head_dim // 2),) * 2
     first, second = patch_layout.rows, patch_layout.columns
-    if arch.turned == "quarters":
+    if arch.turned in ("quarters", "neighbours"):
         first, second = second, first
+    if arch.turned == "neighbours":
+        first, second = first + 1, second + 1
     angles = [
         x[..., None, None].astype(jnp.float32) * frequencies
         for x, frequencies in zip((first, second), by, strict=True)
@@ -261,7 +295,7 @@ def turn(
     returned in one order, which their products do not depend on."""
     if arch.turned == "quarters":
         x = x.reshape(*x.shape[:-1], 2, 2, -1).swapaxes(-2, -3).reshape(x.shape)
-    return rope(x, rotation)
+    return rope(x, rotation, interleaved=arch.turned == "neighbours")
 
 
 def merge(
@@ -314,6 +348,17 @@ def scale_means(
         bias, factor = (jax.lax.stop_gradient(outside[f"std_{x}"]) for x in ("bias", "scale"))
         y = (y - bias) * factor
     return affine(weights, "first", unit_rms(y.astype(x.dtype), arch.merger_eps))
+
+
+def shuffle(
+    arch: VisionArchitecture, weights: Params, x: Float[Array, "rows capacity hidden"]
+) -> Float[Array, "rows tokens out"]:
+    """Joins merge² neighbouring patches and projects them: Llama 4's pixel shuffle, adapter and
+    projector."""
+    y = x.reshape(len(x), -1, arch.hidden * arch.merge**2)
+    for name in ("join_up", "join_down"):
+        y = ACTIVATIONS["gelu"](affine(weights, name, y))
+    return affine(weights, "project", y)
 
 
 def mlp(

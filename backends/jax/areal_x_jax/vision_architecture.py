@@ -74,7 +74,7 @@ class VisionArchitecture:
 
     merger: str = "joined"
     """How merge² neighbours become an embedding, by areal_x_jax.vision: "joined" (`merge`), "mean"
-    (`pool`), "mixed" (`mix`) or "scaled" (`scale`)."""
+    (`pool`), "mixed" (`mix`), "scaled" (`scale_means`) or "shuffled" (`shuffle`)."""
 
     eps: float = 1e-6
     """Of every norm; Qwen's config does not hold it."""
@@ -91,7 +91,8 @@ class VisionArchitecture:
     """True if embedded patches are normalised before the first layer."""
 
     turned: str = "halves"
-    """How a head's features turn (`vision.patch_rotation`): "halves", "alternating" or "quarters"."""
+    """How a head's features turn (`vision.patch_rotation`): "halves", "alternating", "quarters"
+    or "neighbours"."""
 
     kv_heads: int = 0
     """Heads of keys and values; 0 for as many as queries have."""
@@ -116,6 +117,15 @@ class VisionArchitecture:
 
     clipped: bool = False
     """True if what the kernels of layers read and give is clipped (`vision.apply`)."""
+
+    convolved: bool = True
+    """True if files have the kernel of patches as that of a convolution."""
+
+    classed: bool = False
+    """True if a token without a place stands beside the patches of each image."""
+
+    adapted: int = 0
+    """Width between the tower and the projector of a merger that is "shuffled"."""
 
     standardized: bool = False
     """True if means of neighbours are standardised before they are projected."""
@@ -307,6 +317,7 @@ def read_placed(described: ParsedConfig) -> VisionArchitecture:
         **dict.fromkeys(("full_layers", "deepstack", "sections"), ()),
         "interleaved": False,
         "merger": "scaled",
+        "convolved": False,
         "merger_eps": float(vision.rms_norm_eps),
         "merger_bias": False,
         "activation": "gelu_tanh",
@@ -377,9 +388,59 @@ def check_heads(vision: Any, parts: int = 1) -> None:
         )
 
 
+def read_tiles(described: ParsedConfig) -> VisionArchitecture:
+    """Reads Llama 4's tower, adapter and projector. Raises as `read_vision_architecture`."""
+    whole, vision = described.whole, described.whole.vision_config
+    form, rope = format_of(whole), vision.rope_parameters
+    widths = {vision.projector_input_dim, vision.projector_output_dim, vision.vision_output_dim}
+    refuse_features(
+        {
+            f"projectors of {sorted(widths)} features in a row": len(widths) > 1,
+            f"a projector_dropout of {vision.projector_dropout}": vision.projector_dropout > 0,
+            f"{rope} in the vision tower": rope["rope_type"] not in ("default", "axial"),
+        }
+    )
+    check_heads(vision, 4)
+    if vision.intermediate_size != vision.hidden_size * form.merge**2:
+        raise UserError(
+            f"config.json: intermediate_size = {vision.intermediate_size} of the vision tower must be"
+            f" {form.merge}² times its hidden_size = {vision.hidden_size}, whose neighbours it joins"
+        )
+    return VisionArchitecture(
+        family=described.family.model_type,
+        module="vision_model",
+        form=form,
+        patch_bias=False,
+        hidden=vision.hidden_size,
+        layers=vision.num_hidden_layers,
+        heads=vision.num_attention_heads,
+        intermediate=vision.intermediate_size,
+        out=described.text.hidden_size,
+        rope_theta=float(rope["rope_theta"]),
+        gated_mlp=False,
+        activation="gelu",  # whatever the config names
+        layer_norm=True,
+        window=0,
+        full_layers=(),
+        table=form.side,
+        deepstack=(),
+        sections=(),
+        interleaved=False,
+        merger="shuffled",
+        eps=1e-5,  # torch's for layer norms
+        merger_bias=False,
+        pre_norm=True,
+        turned="neighbours",
+        convolved=False,
+        classed=True,
+        adapted=vision.projector_output_dim,
+    )
+
+
 READERS = {
     "gemma3": read_siglip,
     "mistral3": read_pixtral,
     "gemma4": read_placed,
     "gemma4_unified": read_placed,
+    "llama4": read_tiles,
 }

@@ -40,6 +40,10 @@ VISION = {
     "layers.bounds": (),
     "of_axes": ("vision_axes", "vision_positions", "vision_hidden"),
     "on_axes": ("vision_positions", "vision_axes", "vision_hidden"),
+    "class": ("vision_hidden",),
+    "merger.join_up": ("vision_joined", "vision_adapted"),
+    "merger.join_down": ("vision_adapted", "vision_adapted"),
+    "merger.project": ("vision_adapted", "vision_out"),
     "std_bias": ("vision_hidden",),
     "std_scale": ("vision_hidden",),
     "patch_norm": ("patch_features",),
@@ -60,7 +64,7 @@ BOUNDS = [
 ]
 # Last parts of names that are followed by no ".weight".
 BARE = ("mm_input_projection_weight", "position_embedding_table", "pos_embedding")
-BARE += ("std_bias", "std_scale", "{bound}")
+BARE += ("std_bias", "std_scale", "{bound}", "class_embedding", "positional_embedding_vlm")
 # The same → Hugging Face's module in the tower; {} is the index in a stack.
 VISION_NAMES = {
     "qwen2_5_vl": {
@@ -127,6 +131,20 @@ VISION_NAMES = {
         "std_bias": "std_bias",
         "std_scale": "std_scale",
     },
+    "llama4": {
+        **{f"layers.{x}": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
+        "layers.up": "model.layers.{}.mlp.fc1",
+        "layers.down": "model.layers.{}.mlp.fc2",
+        "layers.attention_norm": "model.layers.{}.input_layernorm",
+        "layers.mlp_norm": "model.layers.{}.post_attention_layernorm",
+        "patch": "patch_embedding.linear",
+        "class": "class_embedding",
+        "positions": "positional_embedding_vlm",
+        "pre_norm": "layernorm_pre",
+        "post_norm": "layernorm_post",
+        "merger.join_up": "vision_adapter.mlp.fc1",
+        "merger.join_down": "vision_adapter.mlp.fc2",
+    },
     "gemma4_unified": {
         "patch_norm": "patch_ln1",
         "patch": "patch_dense",
@@ -144,6 +162,7 @@ BESIDE_TOWER = {
     },
     "gemma4": {"merger.first": "model.embed_vision.embedding_projection"},
     "gemma4_unified": {"merger.first": "model.embed_vision.embedding_projection"},
+    "llama4": {"merger.project": f"{PROJECTOR}.linear_1"},
     "mistral3": {
         "merger.norm": f"{PROJECTOR}.norm",
         "merger.join": f"{PROJECTOR}.patch_merger.merging_layer",
@@ -192,7 +211,7 @@ def has_bias(arch: VisionArchitecture, path: tuple[str, ...]) -> bool:
         return arch.layer_norm and (path[0] != "merger" or arch.merger == "joined")
     if path in (("merger", "join"), ("merger", "projection"), ("layers", "bounds")):
         return False
-    if kind in ("axes", "bias", "scale"):
+    if kind in ("axes", "bias", "scale", "class"):
         return False
     of_kernels = arch.merger_bias if path[0] == "merger" else arch.kernel_bias
     return {"patch": arch.patch_bias, "positions": False}.get(kind, of_kernels)
@@ -211,7 +230,8 @@ def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:
     wide = arch.hidden * arch.merge**2
     return {
         "patch_features": arch.in_features,
-        "vision_positions": arch.axis_table or arch.table**2,
+        "vision_positions": arch.axis_table or arch.table**2 + arch.classed,
+        "vision_adapted": arch.adapted,
         "vision_axes": 2,
         "vision_head_dim": arch.head_dim,
         "vision_bounds": len(BOUNDS),

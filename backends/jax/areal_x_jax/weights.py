@@ -105,7 +105,7 @@ def places(arch: Architecture) -> dict[str, Place]:
         for within, leaf in vision_leaves(arch.vision).items():
             for index in np.ndindex(*(sizes[axis] for axis in stack_of(within))):
                 found[tensor_name(leaf, index)] = place(("vision", *within), leaf, *index)
-        if not arch.vision.form.colours_last:  # a convolution's
+        if arch.vision.convolved:
             kernel = vision_leaves(arch.vision)["patch",].name
             whole = arch.vision.hidden, *arch.vision.form.patch
             found[kernel] = replace(found[kernel], tensor=whole)

@@ -173,17 +173,16 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 def _again(
     forward: Callable[..., Any],
     choose: Callable[[int], str],
-    hidden: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    hidden: Tensor = next(iter((*args, *kwargs.values())))  # by name in Llama 4's tower
     how = choose(hidden.shape[:-1].numel()) if torch.is_grad_enabled() else "nothing"
     if how == "nothing":
-        return forward(hidden, *args, **kwargs)
+        return forward(*args, **kwargs)
     again = partial(_contexts, how)
     return checkpoint(
         forward,
-        hidden,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,

@@ -31,8 +31,6 @@ from areal_x_torch.flat_rows import FlatRow, to_tensor
 
 # The model_types that are trained with images.
 VISION_MODELS = (*DIRECTED, *SEEN)
-# Those of multimodal models of which the language model alone is trained, on text.
-TEXT_OF = ("llama4",)
 
 
 class RowImages(NamedTuple):
@@ -190,6 +188,8 @@ def features_of(
     form: ImageFormat = format_of(model.config)
     if form.side:
         found = model.get_image_features(pixels_of(patches, form), return_dict=True)
+        if model.config.model_type == "llama4":  # which projects them in its own forward pass
+            return [model.multi_modal_projector(found.last_hidden_state.flatten(0, 1))]
         return [found.pooler_output.flatten(0, 1)]
     if form.colours_last:
         found = model.get_image_features(*padded_patches(patches, grids, form), return_dict=True)

@@ -34,7 +34,7 @@ from areal_x.hf.model_parts import with_parts
 from areal_x_torch import compatibility
 from areal_x_torch.dtensors import Joined, ShardedView, Stored, local, own_part
 from areal_x_torch.experts import CORRECTION, is_experts
-from areal_x_torch.images import TEXT_OF, VISION_MODELS, sees
+from areal_x_torch.images import VISION_MODELS, sees
 from areal_x_torch.model import (
     ADAPTER,
     SCORE,
@@ -162,11 +162,8 @@ def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
     """
     model_type = config.get("model_type")
     kind = f"{directory} is a {model_type}{with_parts(config)}"
-    if "vision_config" in config and model_type not in (*VISION_MODELS, *TEXT_OF):
-        kinds = (
-            f"of models with images, the torch backend trains {', '.join(VISION_MODELS)} and, on"
-            f" text alone, {', '.join(TEXT_OF)}"
-        )
+    if "vision_config" in config and model_type not in VISION_MODELS:
+        kinds = f"of models with images, the torch backend trains {', '.join(VISION_MODELS)}"
         raise UserError(f"{kind}; {kinds}: use one of these, or a model of text")
     if config.get("is_encoder_decoder"):
         raise UserError(
@@ -174,8 +171,7 @@ def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
             " model"
         )
     known = model_type in CONFIG_MAPPING  # else transformers says so
-    multimodal = {*VISION_MODELS, *TEXT_OF}
-    if known and model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *multimodal}:
+    if known and model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
         raise UserError(
             f"{kind}, for which transformers has no causal language model: use a model that"
             " generates text"
