@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from areal_x.errors import UserError
 from areal_x.hf.image_format import ImageFormat
@@ -75,7 +75,7 @@ def _ids(names: Sequence[str], vocabulary: Mapping[str, int]) -> list[int]:
 
 def expanded(
     tokens: Int32[np.ndarray, " T"],
-    places: Sequence[int],
+    places: Int[np.ndarray, " images"],
     shown: Sequence[Int32[np.ndarray, " tokens"]],
 ) -> Int32[np.ndarray, " prompt"]:
     """Replaces the tokens at these places by those of images."""

@@ -19,7 +19,8 @@ from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.images import image_places, patch_layout
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.vision import PatchLayout, encode, multimodal_rotation
-from areal_x_jax.vision_architecture import MODULES, VisionArchitecture, read_vision_architecture
+from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
+from areal_x_jax.vision_families import read_vision_architecture
 from areal_x_jax.weights import from_tensors, places, to_tensors
 from tests.models import IMAGE, image_prompt, reference_model
 from tests.thorough import further

@@ -19,7 +19,8 @@ from areal_x_jax.mixtures import Experts, experts_of
 from areal_x_jax.rope import Rope, rope_indices, ropes_of
 from areal_x_jax.varied_layers import STACKS as OF_SHAPES
 from areal_x_jax.varied_layers import VariedLayers, heads_of_kind, varied_layers_of
-from areal_x_jax.vision_architecture import VisionArchitecture, read_vision_architecture
+from areal_x_jax.vision_architecture import VisionArchitecture
+from areal_x_jax.vision_families import read_vision_architecture
 from areal_x_jax.windows import windows_of
 
 STACKS = ("layers", "dense", "sparse", "recurrent", "attention", *OF_SHAPES)

@@ -63,8 +63,10 @@ BOUNDS = [
     for side in ("min", "max")
 ]
 # Last parts of names that are followed by no ".weight".
-BARE = ("mm_input_projection_weight", "position_embedding_table", "pos_embedding")
-BARE += ("std_bias", "std_scale", "{bound}", "class_embedding", "positional_embedding_vlm")
+BARE = (
+    *("mm_input_projection_weight", "position_embedding_table", "pos_embedding"),
+    *("positional_embedding_vlm", "class_embedding", "std_bias", "std_scale", "{bound}"),
+)
 # The same → Hugging Face's module in the tower; {} is the index in a stack.
 VISION_NAMES = {
     "qwen2_5_vl": {
@@ -179,10 +181,8 @@ def vision_leaves(arch: VisionArchitecture) -> dict[tuple[str, ...], Leaf]:
     named = {path: f"{arch.module}.{name}" for path, name in VISION_NAMES[arch.family].items()}
     for path, name in (named | BESIDE_TOWER.get(arch.family, {})).items():
         axes, keys = VISION[path], tuple(path.split("."))
-        found[keys] = Leaf(
-            name if name.rpartition(".")[2] in BARE else f"{name}.weight",
-            axes,
-        )
+        suffix = "" if name.rpartition(".")[2] in BARE else ".weight"
+        found[keys] = Leaf(name + suffix, axes)
         if has_bias(arch, keys):
             found[(*keys[:-1], f"{keys[-1]}_bias")] = Leaf(f"{name}.bias", axes[-1:])
     absent = {

@@ -169,7 +169,7 @@ def embed_images(
 def layer_inputs(model: nn.Module, tokens: Int[Tensor, "rows tokens"]) -> dict[str, Any]:
     """Returns the inputs of a Gemma 4's layers that are looked up by token, if it has them. tokens: with
     `pad_of` in place of images."""
-    language = getattr(model, "language_model", None)
+    language: Any = getattr(model, "language_model", None)
     if not getattr(language, "hidden_size_per_layer_input", 0):
         return {}
     return {"per_layer_inputs": language.get_per_layer_inputs(tokens, None)}
