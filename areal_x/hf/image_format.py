@@ -122,10 +122,8 @@ def format_of(config: Any) -> ImageFormat:
         return ImageFormat(token, merge, patch, tower.image_size // tower.patch_size)
     if config.model_type.startswith("gemma4"):
         size, merge = tower.patch_size, tower.pooling_kernel_size
-        if (
-            config.model_type == "gemma4_unified"
-        ):  # without a tower: its patches are of a whole token
-            size, merge = size * merge, 1
+        if config.model_type == "gemma4_unified":
+            size, merge = size * merge, 1  # without a tower: its patches are of a whole token
         whole = config.text_config.use_bidirectional_attention == "vision"
         patch = size, size, 3
         return ImageFormat(token, merge, patch, whole=whole, near=True, colours_last=True)
