@@ -3,11 +3,13 @@
     python -m benchmarks.pipeline [--backend jax torch] [--stages 2 4] [--chunks 1 2] [--rounds 5]
 
 Claim: s stages of c chunks each (mesh.stage, mesh.stage_chunks) lose (s - 1) / (r · c + s - 1) of the layers' time, where r
-is with JAX the rows that a device computes at once (trainer.micro_batch_rows), and with torch the micro-batches of a step.
+is with JAX the rows that a device computes at once (trainer.micro_batch_rows), and with torch the micro-batches of a step; at
+least as many as stages, if c is not 1.
 
 The work: updates of a random Qwen3 of 12M parameters, almost all in its 16 layers, on one batch of full rows. r takes its
 values in turns. JAX's devices are virtual and share the CPU's cores, so the time of a step is the work of all stages, also of
-those that have no rows; the time of the largest r is the measure of what is not lost. torch's stages are processes, more than
+those that have no rows; the time of the largest r is the measure of what is not lost, of each number of chunks alone, so that
+what chunks cost beside is seen in the seconds of a step. torch's stages are processes, more than
 there are cores: each measures the processor time of each chunk's forward and backward passes, and what is lost follows from
 these and the order in which they are computed, as if each stage had a device and sending took no time. It is also counted for
 backward passes that take twice the time of forward ones.
@@ -123,19 +125,16 @@ def torch_times(directory: Path, stages: int, chunks: int, rounds: int) -> dict[
     }
 
 
-def times(directory: Path, stages: int, rounds: int) -> dict[int, float]:
+def times(directory: Path, stages: int, chunks: int, rounds: int) -> dict[int, float]:
     """Seconds of a step by the rows at once, in a process with as many devices as stages."""
     from areal_x.algorithms import losses
     from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
     from areal_x_jax.trainer import Trainer
 
     batch = batch_of(ROWS)
+    mesh = MeshConfig(stage=stages, stage_chunks=chunks, data=1)
     trainers = {
-        rows: Trainer(
-            TrainerConfig(
-                ModelConfig(str(directory)), OptimizerConfig(), MeshConfig(stage=stages, data=1), micro_batch_rows=rows
-            )
-        )
+        rows: Trainer(TrainerConfig(ModelConfig(str(directory)), OptimizerConfig(), mesh, micro_batch_rows=rows))
         for rows in AT_ONCE
     }
     took: dict[int, list[float]] = {rows: [] for rows in AT_ONCE}
@@ -172,6 +171,21 @@ def report_torch(command: list[str], stages: int, chunks: int) -> None:
         print(f"torch, {stages} stages of {chunks}, {count} micro-batches: {shares}", flush=True)
 
 
+def report_jax(command: list[str], stages: int, chunks: int) -> None:
+    from areal_x_jax.pipeline import turns
+
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={stages}"}
+    said = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=True).stdout
+    took = read(said)
+    most = max(took)
+    whole = took[most] * most * chunks / turns(most, stages, chunks)  # what a step without any loss would take
+    for rows, seconds in took.items():
+        lost, counted = 1 - whole / seconds, 1 - rows * chunks / turns(rows, stages, chunks)
+        by_formula = (stages - 1) / (rows * chunks + stages - 1)
+        shares = f"{lost:.1%} lost, counted {counted:.1%}, by the formula {by_formula:.1%}"
+        print(f"JAX, {stages} stages of {chunks}, {rows} rows at once: {seconds:.3f} s a step, {shares}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=["jax", "torch"], nargs="+", default=["jax", "torch"])
@@ -185,7 +199,7 @@ def main() -> None:
         if options.backend == ["torch"]:
             took: Any = torch_times(Path(directory), int(stages), int(chunks), options.rounds)
         else:
-            took = times(Path(directory), int(stages), options.rounds)
+            took = times(Path(directory), int(stages), int(chunks), options.rounds)
         print(json.dumps(took))
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -198,22 +212,9 @@ def main() -> None:
         if "torch" in options.backend:
             for stages, chunks in product(options.stages, options.chunks):
                 report_torch([*command, str(stages), str(chunks), "--backend", "torch"], stages, chunks)
-        for stages in options.stages if "jax" in options.backend else ():
-            flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={stages}"}
-            said = subprocess.run(
-                [*command, str(stages), "1", "--backend", "jax"],
-                env=os.environ | flags,
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-            took = read(said)
-            most = max(took)
-            whole = took[most] * most / (most + stages - 1)  # what a step without any loss would take
-            for rows, seconds in took.items():
-                lost, expected = 1 - whole / seconds, (stages - 1) / (rows + stages - 1)
-                shares = f"{lost:.1%} lost, by the formula {expected:.1%}"
-                print(f"{stages} stages, {rows} rows at once: {seconds:.3f} s a step, {shares}")
+        if "jax" in options.backend:
+            for stages, chunks in product(options.stages, options.chunks):
+                report_jax([*command, str(stages), str(chunks), "--backend", "jax"], stages, chunks)
 
 
 if __name__ == "__main__":

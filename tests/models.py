@@ -258,16 +258,26 @@ STAND_IN = 49
 EVEN = {"vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 DIVISIBLE = {
     "even": QWEN3 | EVEN,
+    "even-deep": QWEN3 | EVEN | {"num_hidden_layers": 8, "tie_word_embeddings": True},
     # Dense and sparse layers in turn.
     "even-moe": QWEN3
     | EVEN
     | EXPERTS
     | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "even-moe-deep": QWEN3
+    | EVEN
+    | EXPERTS
+    | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, "num_hidden_layers": 8, "decoder_sparse_step": 2},
     "even-latent": SIZES
     | EVEN
     | EXPERTS
     | dict(LATENT_WIDTHS, model_type="deepseek_v3", num_key_value_heads=8, n_routed_experts=8, first_k_dense_replace=0)
     | {"n_group": 4, "topk_group": 2},
+    "even-latent-deep": SIZES
+    | EVEN
+    | EXPERTS
+    | dict(LATENT_WIDTHS, model_type="deepseek_v3", num_key_value_heads=8, n_routed_experts=8, first_k_dense_replace=0)
+    | {"n_group": 4, "topk_group": 2, "num_hidden_layers": 8},
     # Every part of Gemma 4's but keys that layers share, which stages cannot have.
     "even-gemma4": SIZES
     | EVEN

@@ -151,8 +151,8 @@ class MeshConfig:
     """Groups of consecutive layers, through which rows go in turns (pipeline parallelism)."""
 
     stage_chunks: int = 1
-    """Groups that each stage has (torch): rows go through all stages so many times (interleaved
-    1F1B). Stages wait so many times less for their first and last rows, and send so many times more."""
+    """Groups that each stage has: rows go through all stages so many times (torch: interleaved 1F1B).
+    Stages wait so many times less for their first and last rows, and send so many times more."""
 
     processes: int = 1
     """Processes that train one model together on all their devices, with train.cluster = 'ray'

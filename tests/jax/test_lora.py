@@ -282,6 +282,7 @@ OF_EXPERTS = LoRAConfig(3, 6.0, ("q_proj", "experts.gate_up_proj", "experts.down
         ("even", LORA, {"fsdp": 2, "tensor": 2, "data": 2}),
         ("even-moe", OF_EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}),
         ("even-moe", OF_EXPERTS, {"stage": 2, "expert": 2, "data": 2}),
+        ("even-moe-deep", OF_EXPERTS, {"stage": 2, "stage_chunks": 2, "expert": 2, "data": 2}),
     ],
 )
 def test_ten_updates_of_adapters_are_the_same_on_a_mesh(

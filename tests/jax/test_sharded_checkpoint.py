@@ -17,6 +17,7 @@ from tests.thorough import further, thorough
 from .resharding import make_trainer
 
 MadeModel = Callable[[str], Path]
+CHUNKS = {"stage": 2, "stage_chunks": 2, "fsdp": 2}
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json")
 
 
@@ -32,21 +33,37 @@ def write(directory: Path, folder: Path, optimizer: str, *meshes: dict[str, int]
 
 
 @thorough
-@pytest.mark.parametrize("optimizer", ["adamw", *further("muon")])
-def test_a_run_saved_on_one_mesh_is_read_on_others_bit_for_bit(optimizer: str, model_dir_of: MadeModel, tmp_path: Path) -> None:
-    directory = model_dir_of("even")
-    write(directory, tmp_path, optimizer, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"stage": 2, "tensor": 2})
+@pytest.mark.parametrize(
+    ("name", "optimizer", "meshes"),
+    [
+        ("even", "adamw", ({"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"stage": 2, "tensor": 2})),
+        # Stages with several groups of layers have them in another order.
+        ("even-deep", "adamw", (CHUNKS, {"fsdp": 4}, {"stage": 2, "tensor": 2}, {"stage": 4, "stage_chunks": 2})),
+        *further(
+            ("even", "muon", ({"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"stage": 2, "tensor": 2})),
+            ("even-deep", "adafactor", ({"stage": 2, "fsdp": 2}, CHUNKS, {"stage": 4, "stage_chunks": 2})),
+            ("even-moe-deep", "muon", (CHUNKS, {"expert": 4}, {"stage": 2, "expert": 2})),
+            ("even-moe-deep", "muon", ({"fsdp": 4}, CHUNKS)),
+        ),
+    ],
+)
+def test_a_run_saved_on_one_mesh_is_read_on_others_bit_for_bit(
+    name: str, optimizer: str, meshes: tuple[dict[str, int], ...], model_dir_of: MadeModel, tmp_path: Path
+) -> None:
+    directory = model_dir_of(name)
+    write(directory, tmp_path, optimizer, *meshes)
     alone = make_trainer(directory, optimizer, {})
     alone.restore(tmp_path / "sharded")
     alone.save(tmp_path / "alone")
     assert alone.version == 2
-    for other in ("0", "1", "alone"):
+    for other in (*map(str, range(len(meshes) - 1)), "alone"):
         assert contents(tmp_path / other) == contents(tmp_path / "portable"), other
 
 
-def test_two_processes_write_one_checkpoint(model_dir_of: MadeModel, tmp_path: Path) -> None:
-    directory = model_dir_of("even")
-    write(directory, tmp_path, "adamw", {"fsdp": 2, "tensor": 2, "processes": 2})
+@pytest.mark.parametrize(("name", "mesh"), [("even", {"fsdp": 2, "tensor": 2}), *further(("even-deep", CHUNKS))])
+def test_two_processes_write_one_checkpoint(name: str, mesh: dict[str, int], model_dir_of: MadeModel, tmp_path: Path) -> None:
+    directory = model_dir_of(name)
+    write(directory, tmp_path, "adamw", {**mesh, "processes": 2})
     alone = make_trainer(directory, "adamw", {})
     alone.restore(tmp_path / "sharded")
     alone.save(tmp_path / "alone")

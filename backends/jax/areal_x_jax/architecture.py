@@ -175,6 +175,9 @@ class Architecture:
     context: int = 0
     """Longest sequence that the model was made for, in tokens; 0 if unknown."""
 
+    stages: tuple[int, int] = (1, 1)
+    """Stages of a pipeline and the groups of layers that each has: see `stacked`."""
+
     adapters: Adapters | None = None
     """None for the decoder itself; otherwise the parameters are those trained beside a frozen
     decoder of this architecture."""
@@ -205,6 +208,16 @@ class Architecture:
             "recurrent": recurrent,
             "attention": tuple(layer for layer in every if layer not in recurrent),
         }[stack]
+
+    def stacked(self, stack: str) -> tuple[int, ...]:
+        """Returns the layers of `layers_in` in the order in which the stack has them: all of the first
+        stage, then those of the next, so that a stage has its groups in one part of the stack. Stage
+        i of s has the groups i, i + s, …; with one group each the order is the model's."""
+        stages, groups = self.stages
+        each = self.layers // (stages * groups)
+        return tuple(
+            sorted(self.layers_in(stack), key=lambda layer: (layer // each % stages, layer))
+        )
 
     def kinds(self) -> list[tuple[bool, ...]]:
         """Returns for each layer whether it is dense, whether it is recurrent, and of what shape."""

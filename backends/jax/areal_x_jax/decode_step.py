@@ -71,7 +71,7 @@ def unstack_layers(params: Params, arch: Architecture) -> Params:
     has."""
     layers: list[Params] = [{} for _ in range(arch.layers)]
     for name, leaf in layer_leaves(arch).items():
-        for index, layer in enumerate(arch.layers_in(leaf.stack)):
+        for index, layer in enumerate(arch.stacked(leaf.stack)):
             layers[layer][local_name(name)] = params["layers"][name][index]
     return {**params, "layers": layers}
 

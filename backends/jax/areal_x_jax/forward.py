@@ -17,7 +17,7 @@ from jaxtyping import Array, Float32, Int
 
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_jax import fp8, head, lora
+from areal_x_jax import fp8, head, lora, pipeline
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.experts import Use
 from areal_x_jax.model import ImageFeatures, head_kernel, hidden_states
@@ -151,9 +151,10 @@ class Forward:
         tokens = batch.tokens.size // self.partitioner.size(*ROW_AXES, "context")
         attention = tokens * saved_by_attention(self.arch)
         saved = tokens * saved_activations(self.arch)
-        if (stages := self.partitioner.size("stage")) > 1:  # turns without rows save as much
-            turns = len(batch.tokens) // devices
-            saved = saved * (turns + stages - 1) // (turns * stages)
+        stages, groups = self.arch.stages
+        if stages > 1:  # turns without rows save as much
+            each = len(batch.tokens) // devices
+            saved = saved * pipeline.turns(each, stages, groups) // (each * stages * groups)
         if images is not None and self.arch.vision is not None:
             patches = images.patch_layout.rows.size // devices
             saved += patches * saved_activations_per_patch(self.arch.vision)

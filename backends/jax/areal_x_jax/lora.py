@@ -18,6 +18,7 @@ from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x_jax.architecture import Adapters, Architecture
 from areal_x_jax.parameters import Params, adapter_targets, parameter_shapes
+from areal_x_jax.stack_order import stored
 
 
 def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture:
@@ -55,8 +56,9 @@ def init_adapters(trained: Architecture, seed: int, shardings: Params) -> Params
         for index, (name, x) in enumerate(made["layers"].items()):
             if name.endswith("_lora_a"):
                 key = jax.random.fold_in(jax.random.key(seed), index)
-                params["layers"][name] = (
-                    jax.random.uniform(key, x.shape, minval=-1.0, maxval=1.0) * x.shape[-2] ** -0.5
+                uniform = jax.random.uniform(key, x.shape, minval=-1.0, maxval=1.0)
+                params["layers"][name] = stored(
+                    trained, ("layers", name), uniform * x.shape[-2] ** -0.5
                 )
         return params
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax import experts, fp8, layer_scan, pipeline
@@ -58,6 +59,27 @@ SAVED = {
 }
 # Each adapter's products would be saved beside its kernel's: their sum is enough.
 PRODUCTS_WITH_ADAPTERS = _with_attention(jax.checkpoint_policies.save_only_these_names(PRODUCT))
+
+
+INPUT = "layer input"
+
+
+def with_inputs(policy: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns the policy for several layers, whose inputs are saved too."""
+    inputs = jax.checkpoint_policies.save_only_these_names(INPUT)
+    return jax.checkpoint_policies.save_from_both_policies(policy, inputs)
+
+
+def of_stages(policy: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns the policy for layers of stages, which are one axis more in every product."""
+
+    def saves(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if "dimension_numbers" in params and str(primitive) == "dot_general":
+            contracted, (left, right) = params["dimension_numbers"]
+            params["dimension_numbers"] = contracted, (left[1:], right[1:])
+        return policy(primitive, *avals, **params)
+
+    return saves
 
 
 class ImageFeatures(NamedTuple):
@@ -112,6 +134,8 @@ def hidden_states(
     }
     adapted = any(name.endswith("_lora_a") for name in params["layers"])
     policy = PRODUCTS_WITH_ADAPTERS if adapted and remat == "products" else SAVED[remat]
+    stages, groups = arch.stages
+    policy = of_stages(policy) if stages > 1 else policy
 
     def through(
         scanned: Architecture,
@@ -121,7 +145,7 @@ def hidden_states(
         per_layer: Any,
         of_tokens: tuple[Array | None, Array | None],
     ) -> tuple[Array, experts.Use | None]:
-        """Applies the layers of `scanned`, all or those of a stage."""
+        """Applies the layers of `scanned`, all or those of a group."""
         positions, segment_ids, until, trained = of_rows
         # The barrier keeps the compiler from recomputing sines for each head and layer.
         rotations = jax.lax.optimization_barrier(
@@ -137,6 +161,7 @@ def hidden_states(
             attend_far = attention_of(*of_layers)
 
         def layer(number: int, x: Array, of_layer: tuple[Any, ...], kept: Any) -> layer_scan.Passed:
+            x = checkpoint_name(x, INPUT)
             weights, ((window, rope_index, depth), (chosen, own)) = of_layer
             if scanned.varied is not None:  # their shapes differ, so that they are chosen here
                 window, rope_index = scanned.windows[number], scanned.layer_ropes[number]
@@ -158,7 +183,9 @@ def hidden_states(
             x = partitioner.constrain(x, "rows", "length", None)
             return x, use, keys if scanned.is_shared(number) else None
 
-        step = jax.checkpoint(layer, policy=policy, static_argnums=0)
+        step: layer_scan.Step = layer
+        if groups == 1:  # else the pipeline's turns are recomputed as a whole
+            step = jax.checkpoint(layer, policy=policy, static_argnums=0)
         return layer_scan.scan(scanned, step, x, layers, (per_layer, of_tokens))
 
     x = embed(arch, params, tokens)
@@ -175,10 +202,10 @@ def hidden_states(
     per_layer = np.array(arch.windows), np.array(arch.layer_ropes), depth
     of_tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 2, 0), (recorded, own))
     of = params["layers"], x, of_rows, per_layer, of_tokens
-    if partitioner.size("stage") == 1:
-        x, use = through(arch, *of)
+    if stages > 1:
+        x, use = pipeline.in_turns(arch, partitioner, through, with_inputs(policy), *of)
     else:
-        x, use = pipeline.in_turns(arch, partitioner, through, *of)
+        x, use = through(arch, *of)
     if use is not None:
         use = use._replace(imbalance=use.imbalance.mean())
     return head_input(arch, params, x), use

@@ -27,6 +27,7 @@ from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.parameters import FIXED, Params, layer_leaves
 from areal_x_jax.sharding import addressable, put_sharded
+from areal_x_jax.stack_order import in_model_order, stored
 from areal_x_jax.weights import from_file, places, saved_name, to_file, write_into_stack
 
 STACKS = DictKey("layers"), DictKey("deepstack")
@@ -219,7 +220,7 @@ def orthogonal(x: Float[Array, "*stack rows columns"]) -> Float[Array, "*stack r
 # ---- states: trees that contain copies of the tree of parameters, whole or in part
 
 
-def _parameter_path(path: KeyPath) -> tuple[str, ...]:
+def parameter_path(path: KeyPath) -> tuple[str, ...]:
     """Returns the path of the parameter that a number of a state belongs to, () for a count."""
     return tuple(
         key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(path))
@@ -228,14 +229,14 @@ def _parameter_path(path: KeyPath) -> tuple[str, ...]:
 
 def _moment(path: KeyPath) -> str:
     """Returns the moment that a number of a state belongs to, such as "trace"; "" for a count."""
-    own = _parameter_path(path)
+    own = parameter_path(path)
     return str(path[-len(own) - 1].name) if own else ""
 
 
 def moment_name(path: KeyPath) -> str:
     """Returns a moment's name in this backend's own form: moment and parameter,
     "trace.layers.q"."""
-    return ".".join((_moment(path), *_parameter_path(path)))
+    return ".".join((_moment(path), *parameter_path(path)))
 
 
 def moment_shardings(
@@ -244,16 +245,16 @@ def moment_shardings(
     """Returns the shardings of a state: each moment like its parameter, except for axes it lacks;
     counts on every device."""
     of = {
-        _parameter_path(path): (x.shape, at)
+        parameter_path(path): (x.shape, at)
         for (path, x), at in zip(
             tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
         )
     }
 
     def lie(path: KeyPath, x: Array) -> NamedSharding:
-        if not _parameter_path(path):
+        if not parameter_path(path):
             return replicated
-        whole, at = of[_parameter_path(path)]
+        whole, at = of[parameter_path(path)]
         kept = (
             axis if mine == its else None
             for mine, its, axis in zip(x.shape, whole, at.spec, strict=False)
@@ -295,9 +296,9 @@ def portable(config: OptimizerConfig, arch: Architecture) -> bool:
 def moment_places(arch: Architecture, state: Any) -> dict[str, MomentPlace]:
     """Returns the moments of a state by their names in a file, "exp_avg.model.norm.weight"."""
     leaves = {
-        (_moment(path), _parameter_path(path)): x.shape
+        (_moment(path), parameter_path(path)): x.shape
         for path, x in tree_leaves_with_path(state)
-        if _parameter_path(path)
+        if parameter_path(path)
     }
     found = {}
     for which, in_file in IN_FILES.items():
@@ -320,9 +321,9 @@ def moment_tensors(
     """Yields the moments of a state, one at a time: under the names of tensors if they are portable,
     else under those of this backend's parameters."""
     leaves = {
-        (_moment(path), _parameter_path(path)): x
+        (_moment(path), parameter_path(path)): x
         for path, x in tree_leaves_with_path(state)
-        if _parameter_path(path)
+        if parameter_path(path)
     }
 
     def fetched(x: Array) -> np.ndarray:
@@ -338,7 +339,7 @@ def moment_tensors(
             yield name, in_file(place)
     else:
         for (moment, path), x in leaves.items():
-            yield ".".join((moment, *path)), fetched(x)
+            yield ".".join((moment, *path)), in_model_order(arch, path, fetched(x))
 
 
 def read_moments(
@@ -350,7 +351,7 @@ def read_moments(
     Raises: UserError for moments of another model.
     """
     read = (
-        _read_own_form(state, shardings, directory)
+        _read_own_form(arch, state, shardings, directory)
         if own_form
         else _read_portable(arch, state, shardings, directory)
     )
@@ -364,9 +365,9 @@ def _read_portable(arch: Architecture, state: Any, shardings: Any, directory: Pa
     wanted, source = moment_places(arch, state), directory / model_dir.MOMENTS
     of_leaves = zip(tree_leaves_with_path(state), jax.tree.leaves(shardings), strict=True)
     leaves = {
-        (_moment(path), _parameter_path(path)): (x, at)
+        (_moment(path), parameter_path(path)): (x, at)
         for (path, x), at in of_leaves
-        if _parameter_path(path)
+        if parameter_path(path)
     }
     made: dict[Any, Any] = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, (x, _) in leaves.items()
@@ -389,38 +390,38 @@ def _read_portable(arch: Architecture, state: Any, shardings: Any, directory: Pa
     if wanted:
         raise UserError(f"{source} lacks {next(iter(wanted))}: copy the checkpoint again")
     return tree_map_with_path(
-        lambda path, x: made[_moment(path), _parameter_path(path)] if _parameter_path(path) else x,
+        lambda path, x: made[_moment(path), parameter_path(path)] if parameter_path(path) else x,
         state,
     )
 
 
-def _read_own_form(state: Any, shardings: Any, directory: Path) -> Any:
+def _read_own_form(arch: Architecture, state: Any, shardings: Any, directory: Path) -> Any:
     """Returns the state with the moments of a file in this backend's own form, put on the devices
     one at a time."""
     wanted = {
-        moment_name(path): (x, at)
+        moment_name(path): (parameter_path(path), x, at)
         for (path, x), at in zip(
             tree_leaves_with_path(state), jax.tree.leaves(shardings), strict=True
         )
     }
     found = {}
     for name, x in model_dir.read_moments(directory):
-        old, at = wanted.get(name, (None, None))
+        own, old, at = wanted.get(name, ((), None, None))
         if old is None or old.shape != x.shape:
             raise UserError(
                 f"{directory / model_dir.MOMENTS} is of another model: its {name} has no place in"
                 " this one"
             )
-        found[name] = put_sharded(x.astype(old.dtype), at)
+        found[name] = put_sharded(stored(arch, own, x.astype(old.dtype)), at)
     missing = [
         name
         for path, _ in tree_leaves_with_path(state)
-        if _parameter_path(path) and (name := moment_name(path)) not in found
+        if parameter_path(path) and (name := moment_name(path)) not in found
     ]
     if missing:
         raise UserError(
             f"{directory / model_dir.MOMENTS} lacks {missing[0]}: copy the checkpoint again"
         )
     return tree_map_with_path(
-        lambda path, x: found[moment_name(path)] if _parameter_path(path) else x, state
+        lambda path, x: found[moment_name(path)] if parameter_path(path) else x, state
     )

@@ -18,7 +18,7 @@ from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_jax import experts, lora
 from areal_x_jax.architecture import check_sharing, read_architecture
 from areal_x_jax.resting import check_can_rest
-from areal_x_jax.sharding import AXES, Partitioner, check_divisible, sizes_of
+from areal_x_jax.sharding import AXES, Partitioner, check_divisible, sizes_of, staged
 from areal_x_jax.weights import as_stored, check_tensors
 
 
@@ -35,7 +35,7 @@ def check(config: TrainerConfig) -> Devices:
     sizes = sizes_of(config.mesh, len(own) * config.mesh.processes)
     mesh: Any = AbstractMesh(tuple(sizes.values()), AXES)
     directory = Path(str(config.model.path))
-    arch = read_architecture(model_dir.read_config(directory), config.head)
+    arch = staged(read_architecture(model_dir.read_config(directory), config.head), config.mesh)
     experts.check_settings(config, arch.experts, directory)
     check_divisible(Partitioner(mesh), arch)
     check_sharing(config.share_prompts, directory, arch)

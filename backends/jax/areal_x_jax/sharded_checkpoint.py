@@ -9,39 +9,54 @@ converts it into what every backend reads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
+from jaxtyping import Array
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import SHARDS
 from areal_x.protocols.trainer import Wait
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.optimizers import parameter_path
 from areal_x_jax.parameters import Params
+from areal_x_jax.stack_order import in_model_order, stored, stored_order
 
 PLACE = SHARDS["jax"]
+STAGES = "stages"  # of the mesh that wrote the arrays: `Architecture.stages`; absent for (…, 1)
 
 
-def save(directory: Path, params: Params, moments: Any) -> Wait:
+def save(directory: Path, arch: Architecture, params: Params, moments: Any) -> Wait:
     """Starts to write the arrays and returns once they may be donated; the result waits until
     everything is on disk, and raises what went wrong.
 
-    Every process calls both; the directory is visible to all of them.
+    arch: of what is trained; stacks are written in its order. Every process calls both; the directory
+    is visible to all of them.
     """
     import orbax.checkpoint.experimental.v1 as orbax
 
-    wait: Wait = orbax.save_async(
-        directory / PLACE, _named({"params": params, "moments": moments})
-    ).result
+    arrays = _named({"params": params, "moments": moments})
+    if arch.stages[1] > 1:
+        arrays[STAGES] = np.array(arch.stages, np.int32)
+    wait: Wait = orbax.save_async(directory / PLACE, arrays).result
     return wait
 
 
 def restore(
-    directory: Path, params: Params, shardings: Params, moments: Any, moment_shardings: Any
+    directory: Path,
+    arch: Architecture,
+    params: Params,
+    shardings: Params,
+    moments: Any,
+    moment_shardings: Any,
 ) -> tuple[Params, Any]:
     """Returns parameters and moments as `save` wrote them, with the dtypes and shapes of the given
-    ones and these shardings.
+    ones and these shardings, and stacks in the order of `arch`, whatever that of the mesh before.
 
     Raises: UserError for those of another model or optimizer, or if a part is missing.
     """
@@ -63,6 +78,8 @@ def restore(
         raise UserError(
             f"{directory / PLACE} is not whole ({_first_line(error)}): copy the checkpoint again"
         ) from error
+    if STAGES in found:
+        named[STAGES] = np.zeros(2, np.int32)
     for name in sorted(set(named) | set(found)):
         there, here = (tuple(x[name].shape) if name in x else None for x in (found, named))
         if there != here:
@@ -79,9 +96,26 @@ def restore(
         raise UserError(
             f"{directory / PLACE} cannot be read ({_first_line(error)}): copy the checkpoint again"
         ) from error
+    stages, groups = np.asarray(read.get(STAGES, (1, 1))).tolist()
+    before = replace(arch, stages=(stages, groups))
+
+    def in_order(path: Any, x: Any) -> Any:
+        own = parameter_path(path)
+        own = own[1:] if own[:1] == ("params",) else own
+        if stored_order(before, own) == stored_order(arch, own):
+            return x
+        order = partial(_reordered, before=before, arch=arch, path=own)
+        return jax.jit(order, donate_argnums=0, out_shardings=x.sharding)(x)
+
     paths, tree = tree_flatten_with_path(wanted)
-    whole: dict[str, Any] = jax.tree.unflatten(tree, [read[_name(path)] for path, _ in paths])
+    leaves = [in_order(path, read[_name(path)]) for path, _ in paths]
+    whole: dict[str, Any] = jax.tree.unflatten(tree, leaves)
     return whole["params"], whole["moments"]
+
+
+def _reordered(x: Array, before: Architecture, arch: Architecture, path: tuple[str, ...]) -> Array:
+    found: Array = stored(arch, path, in_model_order(before, path, x))
+    return found
 
 
 def _named(tree: Any) -> dict[str, Any]:

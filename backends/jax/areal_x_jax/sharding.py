@@ -12,7 +12,7 @@ sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -159,9 +159,6 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
         raise ConfigError(
             "mesh.sequence", True, "False with train.backend = 'jax': use mesh.context"
         )
-    if config.stage_chunks > 1:
-        wanted = "1 with JAX, whose stages have one group of layers each: give it more rows at once"
-        raise ConfigError("mesh.stage_chunks", config.stage_chunks, wanted)
     sizes = {axis: getattr(config, axis) for axis in AXES}
     others = prod(size for axis, size in sizes.items() if axis != "data")
     if sizes["data"] == -1:
@@ -182,6 +179,11 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
             f"{wanted} (mesh.data = -1 uses all remaining ones)",
         )
     return sizes
+
+
+def staged(arch: Architecture, config: MeshConfig) -> Architecture:
+    """Returns the architecture with the stages of a mesh, in whose order its stacks then are."""
+    return replace(arch, stages=(config.stage, config.stage_chunks))
 
 
 def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
@@ -226,7 +228,7 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
                 f"mesh.{axis} = {partitioner.size(axis)} does not divide the {count} {what}: give it a"
                 " size that does"
             )
-    check_stages(arch, partitioner.size("stage"))
+    check_stages(arch)
     if arch.experts is None and partitioner.size("expert") > 1:
         raise UserError(
             f"mesh.expert = {partitioner.size('expert')} needs a model with experts: use mesh.data or"
@@ -234,22 +236,23 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
         )
 
 
-def check_stages(arch: Architecture, stages: int) -> None:
-    """Raises: UserError for a model whose layers cannot be divided so."""
+def check_stages(arch: Architecture) -> None:
+    """Raises: UserError for a model whose layers cannot be divided among its stages."""
+    stages, groups = arch.stages
     if stages == 1:
         return
-    if arch.layers % stages:
+    asked = f"mesh.stage = {stages}" + (f" · mesh.stage_chunks = {groups}" if groups > 1 else "")
+    if arch.layers % (stages * groups):
         raise UserError(
-            f"mesh.stage = {stages} does not divide the {arch.layers} layers: give it a size that does"
+            f"{asked} does not divide the {arch.layers} layers: give it a size that does"
         )
     if arch.vision is not None and arch.vision.sections:
         raise UserError(
             f"mesh.stage = {stages} cannot divide a model with a vision tower: use mesh.fsdp or"
             " mesh.tensor"
         )
-    each, kinds = arch.layers // stages, arch.kinds()
-    of_stages = [kinds[n * each : (n + 1) * each] for n in range(stages)]
-    if any(own != of_stages[0] for own in of_stages):
+    each, kinds = arch.layers // (stages * groups), arch.kinds()
+    if any(kind != kinds[layer % each] for layer, kind in enumerate(kinds)):
         parts = (
             ("dense", "have no experts"),
             ("recurrent", "have a gated delta rule"),
@@ -263,7 +266,7 @@ def check_stages(arch: Architecture, stages: int) -> None:
         if arch.varied and (own := arch.varied.sharing):
             reason += f" and the layers {', '.join(map(str, own))} share keys and values of others"
         raise UserError(
-            f"mesh.stage = {stages} gives stages different kinds of layers, as {reason}: all must have"
+            f"{asked} gives stages different kinds of layers, as {reason}: all must have"
             " the same, use mesh.expert or mesh.fsdp"
         )
 

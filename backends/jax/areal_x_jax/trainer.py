@@ -53,6 +53,7 @@ from areal_x_jax.sharding import (
     parameter_shardings,
     put_sharded,
     sampling_shardings,
+    staged,
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.speculation import check_draft
@@ -103,7 +104,7 @@ class Trainer(HuggingFaceTrainer):
         arch = as_stored(
             read_architecture(model_dir.read_config(self.directory), config.head), self.directory
         )
-        self.arch = replace(arch, fp8=precision == "fp8")
+        self.arch = replace(staged(arch, config.mesh), fp8=precision == "fp8")
         check_sharing(config.share_prompts, self.directory, self.arch)
         experts.check_settings(config, self.arch.experts, self.directory)
         check_divisible(self.partitioner, self.arch)
@@ -326,11 +327,16 @@ class Trainer(HuggingFaceTrainer):
         self.moments = moments
 
     def save_sharded(self, directory: Path) -> Wait:
-        return sharded_checkpoint.save(directory, self.params, self.moments)
+        return sharded_checkpoint.save(directory, self.trained, self.params, self.moments)
 
     def load_sharded(self, directory: Path, version: int) -> None:
         self.params, self.moments = sharded_checkpoint.restore(
-            directory, self.params, self.shardings, self.moments, self.moment_shardings
+            directory,
+            self.trained,
+            self.params,
+            self.shardings,
+            self.moments,
+            self.moment_shardings,
         )
 
     def _read_params(self, directory: Path, tensors: Tensors) -> Params:
@@ -344,6 +350,7 @@ class Trainer(HuggingFaceTrainer):
         check_vocabulary("train.teacher", directory, self.directory)
         model_dir.check_head(directory, "policy")
         arch = as_stored(read_architecture(model_dir.read_config(directory)), directory)
+        arch = staged(arch, self.config.mesh)
         if self.arch.vision is not None and (
             arch.vision is None or arch.vision.host_view != self.arch.vision.host_view
         ):

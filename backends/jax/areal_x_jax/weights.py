@@ -85,7 +85,7 @@ def places(arch: Architecture) -> dict[str, Place]:
     count = arch.experts.count if arch.experts else 0
     leaves, stacks = (
         layer_leaves(arch),
-        {stack: arch.layers_in(stack) for stack in STACKS},
+        {stack: arch.stacked(stack) for stack in STACKS},
     )
     for layer in range(arch.layers):
         for name, leaf in leaves.items():
