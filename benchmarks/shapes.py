@@ -87,6 +87,19 @@ SMALL: dict[str, dict[str, Any]] = {
         "rope_parameters": DEFAULT_ROPE,
         "attention_bias": True,
     },
+    # Each kind of layer has a base of its rotation.
+    "gemma4": {name: x for name, x in DENSE.items() if name not in ("rope_theta", "use_sliding_window", "hidden_act")}
+    | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 128,
+    },
     "hybrid": DENSE | HYBRID | RULE | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
     "hybrid-mixture": DENSE
     | HYBRID

@@ -19,7 +19,7 @@ from tests.thorough import further
 TOKENS = 32
 
 
-@pytest.mark.parametrize("family", ["latent", "gpt-oss", "hybrid-mixture", *further("dense", "mixture", "hybrid")])
+@pytest.mark.parametrize("family", ["latent", "gpt-oss", "hybrid-mixture", *further("dense", "mixture", "hybrid", "gemma4")])
 def test_parameters_in_products_are_those_that_torch_multiplies_with(family: str) -> None:
     config = SMALL[family] | {"num_hidden_layers": 4, "vocab_size": 512}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
