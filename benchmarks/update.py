@@ -62,7 +62,9 @@ def write_random(directory: Path, config: dict[str, Any], seed: int = 0) -> Path
     shape, rng = read_architecture(config), np.random.default_rng(seed)
     sizes_of = parameter_shapes(shape)
     params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), sizes_of)
-    named = {name: np.ones_like(x) if name.endswith(("norm.weight", "layer_scalar")) else x for name, x in to_tensors(shape, params)}
+    named = {
+        name: np.ones_like(x) if name.endswith(("norm.weight", "layer_scalar")) else x for name, x in to_tensors(shape, params)
+    }
     save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

@@ -279,7 +279,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        TORCH + "trainer.py",
+        TORCH + "update.py",
         ("tests/torch/test_processes.py::test_several_processes_learn_what_one_does[stages-experts]",),
         (
             "torch: each process moves biases by its own load",

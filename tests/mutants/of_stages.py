@@ -36,16 +36,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        TORCH + "trainer.py",
+        TORCH + "update.py",
         TOGETHER,
         (
             "a tied embedding counts twice in the gradient's norm",
-            "counted = [ g for g in gradients if not (self.pipeline.stages.is_last and g is copied.grad) ]",
+            "counted = [g for g in gradients if not (pipeline.stages.is_last and g is copied.grad)]",
             "counted = gradients",
         ),
     ),
     *planted(
-        TORCH + "trainer.py",
+        TORCH + "update.py",
         MIXED,
         (
             "each stage balances its experts as if they were all",

@@ -168,7 +168,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        TORCH + "trainer.py",
+        TORCH + "update.py",
         ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py", CONFORMANCE),
         (
             "torch: the loss is averaged over a micro-batch's tokens",
@@ -177,9 +177,13 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "torch: metrics are normalised per micro-batch",
-            "                sums[name] += x.sum() / tokens",
-            "                sums[name] += x.sum() / max(int(rows.mask.sum()), 1)",
+            "                self.sums[name] += x.sum() / tokens",
+            "                self.sums[name] += x.sum() / max(int(rows.mask.sum()), 1)",
         ),
+    ),
+    *planted(
+        TORCH + "trainer.py",
+        ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py", CONFORMANCE),
         (
             "torch: a step whose gradient is not finite is taken",
             "        if finite:\n            self.optimizer.step()",

@@ -8,9 +8,7 @@ order, because they gather parameters together.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,11 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
-from areal_x.protocols.expert_load import max_violation
 from areal_x.protocols.shares import Shares, blank_row, own_rows
 from areal_x.protocols.speculation import NOTHING, Speculation
-from areal_x.protocols.trainer import Mine, Wait, is_max_reduced
+from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x.runtime.interrupts import raise_if_interrupted
-from areal_x.types import IMAGES, Batch, Loss, evaluate_loss
+from areal_x.types import IMAGES, Batch, Loss
 from areal_x_torch import (
     attention,
     context_parallel,
@@ -46,7 +42,6 @@ from areal_x_torch import (
     sequence_parallel,
     sharded_checkpoint,
 )
-from areal_x_torch.collectives import SumOverGroup
 from areal_x_torch.device import (
     compute_dtype,
     find_device,
@@ -55,26 +50,22 @@ from areal_x_torch.device import (
     memory_of,
     peak_bytes,
 )
-from areal_x_torch.dtensors import Stored, gather_each, local
-from areal_x_torch.flat_rows import FlatRow, to_tensor
+from areal_x_torch.dtensors import Stored, gather_each
+from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.forward import Forward
 from areal_x_torch.images import check_images, check_sharing, sees
-from areal_x_torch.pipeline import AddedLoss, Chunk, Pipeline, Stages, check_adapters
-from areal_x_torch.pipeline_schedule import States
+from areal_x_torch.pipeline import Pipeline, Stages, check_adapters
 from areal_x_torch.sharding import (
     check_model,
     make_mesh,
-    max_over_rows,
     row_rank,
     shard_model,
     sum_gradients,
     sum_over_rows,
-    sum_over_stages,
-    sum_over_tokens,
-    total_norm,
 )
 from areal_x_torch.shares import MicroBatches, divide
 from areal_x_torch.tensor_split import replicated_in_tensor_group
+from areal_x_torch.update import Step, clip
 
 # The output of each method of a trainer, and the heads that have it.
 OUTPUTS = {"logprobs": ("logp", ("policy",)), "values": ("values", ("value", "reward"))}
@@ -168,7 +159,6 @@ class Trainer(HuggingFaceTrainer):
             self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
         self._step_logp: list[Tensor | None] = []  # of each micro-batch
-        self._step_load: dict[int, Tensor] = {}  # of each layer with experts, see `experts.Tally`
         self._step_rows = np.arange(0)
         self._step_shape = 0, 0
 
@@ -195,37 +185,17 @@ class Trainer(HuggingFaceTrainer):
             self._check(rows, self.teacher, Path(str(self.config.teacher)))
         rows = rows.replace(experts=self.recorded_experts(rows)).map(np.asarray)
         self.optimizer.zero_grad()  # left behind by a loss that raised
-        zero = partial(torch.zeros, (), device=self.device)
-        sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
-        largest: dict[str, Tensor] = defaultdict(zero)
-        self._step_logp, self._step_load = [], {}
-        if self.pipeline is not None:
-            self._backward_in_stages(self.pipeline, loss, rows, whole, sums, largest)
-        else:
-            for index, packed in enumerate(whole.cut(rows, self.share)):
-                if self.mesh is None:  # others would wait in a collective
-                    raise_if_interrupted()
-                passes = self.forward.passes(packed, whole.passes[index])
-                total, logp = self._loss(loss, packed, passes, whole, index, sums, largest)
-                if total.requires_grad:
-                    total.backward()
-                self._step_logp.append(logp)
-        largest = max_over_rows(largest, self.mesh)
-        load = self._load_of_all()
-        if self.routers is not None:
-            sums["expert_max_violation"] = zero()
-            if load and self.share == 0:  # all shares have the same load
-                part = len(load) / len(self.routers.routing_scope)
-                sums["expert_max_violation"] += part * max_violation(torch.stack([*load.values()]))
-        totals = sum_over_stages(torch.stack(list(sums.values())), self.mesh)
-        metrics = dict(zip(sums, totals, strict=True)) | largest
-        for p in self.model.parameters():
-            if p.grad is None and p.requires_grad:  # a vision tower, by a batch without images
-                p.grad = torch.zeros_like(p)
+        step = Step(
+            loss, whole, self.forward, self.model, self.mesh, self.share, self.teacher, self.routers
+        )
+        self._step_logp = step.logp
+        step.add_gradients(rows)
+        load = step.load_of_all()
+        metrics = step.metrics(load)
         sum_gradients(self.summed, self.mesh)
         if self.pipeline is not None:
             self.pipeline.add_up_copies()
-        norm = self._clip()
+        norm = clip(self.model, self.pipeline, self.mesh, self.config.optimizer.clip_norm)
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -242,112 +212,6 @@ class Trainer(HuggingFaceTrainer):
         self.version += 1
         skipped = float(1.0 - finite)
         return {**results, "grad_norm": norm, "learning_rate": rate, "skipped": skipped}
-
-    def _loss(
-        self,
-        loss: Loss,
-        packed: Batch,
-        passes: Sequence[FlatRow],
-        whole: MicroBatches,
-        index: int,
-        sums: dict[str, Tensor],
-        largest: dict[str, Tensor],
-        last: tuple[Chunk, States | None] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the loss of this process's rows of one micro-batch and their log-probabilities, if
-        any; adds their metrics to `sums` and `largest`. index: of the micro-batch. last: see
-        `Forward.policy`."""
-        tokens = whole.step_trained
-        # No loss reads the kept tokens, of which there may be many.
-        rows = packed.replace(kept=None).map(lambda x: to_tensor(x, self.device))
-        tally = self._tally(None if last is None else last[0])
-        # Only trained tokens go through the head: a loss masks all others before it computes.
-        policy = self.forward.policy(
-            packed, packed.mask, passes, self.config.entropy, self.teacher, tally, last
-        )
-        terms, metrics = evaluate_loss(loss, policy, rows)
-        total = (rows.weights * terms).sum()
-        sums["loss"] += total.detach()
-        if tally is not None:
-            total = total + self._balance(tally, whole, index, sums)
-        for name, x in metrics.items():
-            x = torch.where(rows.mask, x.detach(), 0)
-            if not is_max_reduced(name):
-                sums[name] += x.sum() / tokens
-            elif x.numel():
-                largest[name] = torch.maximum(largest[name], x.max())
-            else:
-                largest[name] = largest[name]  # every process has the same names
-        return total, None if policy.logp is None else policy.logp.detach()
-
-    def _load_of_all(self) -> dict[int, Tensor]:
-        """Returns the load of each of this process's layers with experts, over all processes; none
-        for a model without routers."""
-        if not self._step_load:
-            return {}
-        layers, own = zip(*sorted(self._step_load.items()), strict=True)
-        return dict(zip(layers, sum_over_tokens(torch.stack(own), self.mesh), strict=True))
-
-    def _tally(self, chunk: Chunk | None) -> experts.Tally | None:
-        """Returns the counts of this model's routers, or a chunk's, of which there are none yet; None
-        if it has no routers."""
-        routers = self.routers
-        if routers is not None and chunk is not None:
-            routers = routers.within(chunk.layers)
-        if routers is None or not routers.routing_scope:
-            return None
-        return experts.Tally.of(routers, self._step_load, self.device)
-
-    def _balance(
-        self, tally: experts.Tally, whole: MicroBatches, index: int, sums: dict[str, Tensor]
-    ) -> Tensor:
-        """Returns the load-balancing loss of one micro-batch, in as many layers as the tally is of."""
-        assert self.routers is not None
-        seen, trained = whole.tokens[index], whole.trained[index]
-        over_tokens = partial(sum_over_tokens, mesh=self.mesh)
-        layers = len(tally.hits) / len(self.routers.routing_scope)
-        imbalance = tally.imbalance(seen, over_tokens) * (layers * trained / whole.step_trained)
-        of_rows = imbalance.detach()
-        if self.context is not None:
-            of_rows = SumOverGroup.apply(of_rows, self.context)
-        sums["expert_imbalance"] += of_rows
-        sums["loss"] += self.config.balance * of_rows
-        return self.config.balance * imbalance
-
-    def _backward_in_stages(
-        self,
-        pipeline: Pipeline,
-        loss: Loss,
-        rows: Batch,
-        whole: MicroBatches,
-        sums: dict[str, Tensor],
-        largest: dict[str, Tensor],
-    ) -> None:
-        """Adds the gradients of this process's layers of all micro-batches, and to `sums` and `largest`
-        what it computes of the metrics."""
-        micro_batches = list(whole.cut(rows, self.share))
-        passes = [
-            self.forward.passes(packed, most)
-            for packed, most in zip(micro_batches, whole.passes, strict=True)
-        ]
-
-        def compute(index: int, number: int, received: States | None) -> Tensor:
-            chunk, packed = pipeline.chunk(number), micro_batches[index]
-            if chunk.is_last:
-                last = chunk, received
-                return self._loss(loss, packed, passes[index], whole, index, sums, largest, last)[0]
-            tally = self._tally(chunk)
-            states = self.forward.states(packed, passes[index], chunk, received, tally)
-            if tally is not None:
-                states = AddedLoss.apply(states, self._balance(tally, whole, index, sums))
-            return states
-
-        self.forward.in_stages(passes, compute, learns=True)
-        # Each stage has the metrics of its own layers, the last one those of the loss too.
-        of_stages = pipeline.stages.all_of((list(sums), list(largest)))
-        for found, which in ((sums, 0), (largest, 1)):
-            for name in dict.fromkeys(name for of in reversed(of_stages) for name in of[which]):
-                found[name] = found.pop(name, torch.zeros((), device=self.device))
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
         kept = [logp for logp in self._step_logp if logp is not None]
@@ -577,17 +441,3 @@ class Trainer(HuggingFaceTrainer):
         if outputs is None:
             return torch.zeros(rows.shape, device=self.device)
         return outputs[:count]
-
-    def _clip(self) -> float:
-        """Scales the gradient down to `optimizer.clip_norm` and returns its global norm before."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        counted = gradients
-        if self.pipeline is not None and (copied := self.pipeline.copied()) is not None:
-            counted = [
-                g for g in gradients if not (self.pipeline.stages.is_last and g is copied.grad)
-            ]
-        norm = total_norm(counted, self.mesh)
-        limit = self.config.optimizer.clip_norm
-        if 0 < limit < norm:
-            torch._foreach_mul_([local(g) for g in gradients], limit / norm)
-        return norm
