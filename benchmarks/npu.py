@@ -41,8 +41,8 @@ from areal_x.batching.packing import pack
 from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
 from areal_x.types import Batch, Trajectory
 from areal_x_torch import attention, processes
-from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device
+from areal_x_torch.segments import Segments
 
 SHARED_MEMORY = Path("/dev/shm")
 COMMON = {"model_type": "qwen3", "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 32768}

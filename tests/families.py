@@ -16,9 +16,10 @@ from areal_x.errors import UserError
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import SlotRequest
 from areal_x_torch import loading
-from areal_x_torch.attention import Segments, sdpa
+from areal_x_torch.attention import sdpa
 from areal_x_torch.model import PackedRow, head, hidden_states
 from areal_x_torch.sampler import Sampler
+from areal_x_torch.segments import Segments
 
 CPU = torch.device("cpu")
 LENGTHS = (31, 7, 44, 2, 23)  # most are longer than the window

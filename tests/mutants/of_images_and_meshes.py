@@ -28,13 +28,17 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        TORCH + "attention.py",
+        TORCH + "segments.py",
         ("tests/torch/test_attention.py",),
         (
             "torch: the last token of an image is hidden from those before it",
             "last[(query_at >= first) & (query_at < end)] = end - 1",
             "last[(query_at >= first) & (query_at < end)] = end - 2",
         ),
+    ),
+    *planted(
+        TORCH + "attention.py",
+        ("tests/torch/test_attention.py",),
         (
             "torch: a block of queries does not see the rest of its image",
             "        until = max([stop, *(b for _, b in near)])",

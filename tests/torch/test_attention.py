@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from areal_x.errors import ConfigError
 from areal_x_torch import attention
-from areal_x_torch.attention import Segments, attend, choose, flash, npu, sdpa, varlen
+from areal_x_torch.attention import attend, choose, flash, npu, sdpa, varlen
+from areal_x_torch.segments import Segments
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NPU = SimpleNamespace(type="npu")  # as torch_npu would name it
@@ -221,7 +222,7 @@ def test_torchs_kernel_of_different_lengths_is_asked_for_the_same(varlen_attn, w
 
 
 def test_long_sequences_are_attended_one_by_one(monkeypatch, varlen_attn):
-    monkeypatch.setattr(attention, "LONG", 6)
+    monkeypatch.setattr("areal_x_torch.segments.LONG", 6)
     monkeypatch.setattr(attention, "GRAIN", 4)
     for kv_heads in (1, 4):
         agrees(varlen, (13, 8, 6, 5, 1, 7), kv_heads=kv_heads)

@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch import context_parallel
-from areal_x_torch.attention import Segments, attend, sdpa
+from areal_x_torch.attention import attend, sdpa
 from areal_x_torch.flat_rows import FlatRow, padded_to_multiple
+from areal_x_torch.segments import Segments
 from areal_x_torch.sharding import check_model
 
 from .test_attention import CPU, RAGGED, arrays, formula

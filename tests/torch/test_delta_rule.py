@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
 from areal_x_torch import compatibility, delta_chunks, delta_rule, loading, preflight
-from areal_x_torch.attention import Segments, sdpa
+from areal_x_torch.attention import sdpa
 from areal_x_torch.delta_chunks import Inputs
 from areal_x_torch.model import PackedRow, hidden_states
+from areal_x_torch.segments import Segments
 from tests.model_families import CASES
 from tests.models import sequences, write_config
 

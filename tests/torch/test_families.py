@@ -19,9 +19,10 @@ from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_torch import loading, model
-from areal_x_torch.attention import Segments, sdpa
+from areal_x_torch.attention import sdpa
 from areal_x_torch.flat_rows import flatten_rows
 from areal_x_torch.images import sees
+from areal_x_torch.segments import Segments
 from tests.model_families import CASES, HYBRIDS
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config
 from tests.thorough import further

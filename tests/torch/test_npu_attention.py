@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from areal_x_torch import npu_attention
-from areal_x_torch.attention import Segments, attend, npu
+from areal_x_torch.attention import attend, npu
+from areal_x_torch.segments import Segments
 from tests.torch import fusion_attention
 from tests.torch.test_attention import CPU, ONE, PREFIXES, RAGGED, SEEN, SHARING, agrees, arrays
 

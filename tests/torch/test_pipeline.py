@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, TrainerConfig
 from areal_x_torch import loading, model
-from areal_x_torch.attention import Segments, sdpa
+from areal_x_torch.attention import sdpa
 from areal_x_torch.pipeline import Pipeline, Stages, chunks_of, names_of
 from areal_x_torch.pipeline_schedule import Action, in_flight, order
 from areal_x_torch.preflight import check
+from areal_x_torch.segments import Segments
 from benchmarks.pipeline import waiting
 from tests.model_families import CASES
 from tests.models import SIZES, write_config, write_random

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from areal_x.errors import UserError
 from areal_x.hf.model_parts import with_parts
 from areal_x_torch import delta_rule, weighed_inputs
-from areal_x_torch.attention import ATTENTION, Segments, sdpa
+from areal_x_torch.attention import ATTENTION, sdpa
 from areal_x_torch.dtensors import ShardedView, local
 from areal_x_torch.dummy_model import make_dummy
 from areal_x_torch.experts import EXPERTS, is_experts
@@ -36,6 +36,7 @@ from areal_x_torch.model import (
     is_classifier,
     named_tensors,
 )
+from areal_x_torch.segments import Segments
 
 # Names, in configs and modules, of numbers of tokens that some layer sees or selects; not of which
 # layers.

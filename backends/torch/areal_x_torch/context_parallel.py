@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments, Sinks
 from areal_x_torch.collectives import AllToAll
 from areal_x_torch.images import counts_in_three
+from areal_x_torch.segments import Attend, Attended, Keys, Queries, Segments, Sinks
 
 
 def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from areal_x_torch.attention import Segments
+    from areal_x_torch.segments import Segments
 
 CHUNK = 64  # tokens of a chunk, as in transformers and in the kernels of flash-linear-attention
 

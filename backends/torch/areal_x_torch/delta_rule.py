@@ -32,8 +32,8 @@ from areal_x_torch.context_parallel import to_heads, to_tokens
 from areal_x_torch.delta_chunks import Inputs, gated_delta_rule, saved_of_head, with_blank
 
 if TYPE_CHECKING:
-    from areal_x_torch.attention import Segments
     from areal_x_torch.kv_cache import DecodeCache, PrefillCache, ProbeCache
+    from areal_x_torch.segments import Segments
 
 EPSILON = 1e-6  # of the norms of queries and keys, as in transformers
 # Functions of transformers' modules that call GPU kernels where these are installed.

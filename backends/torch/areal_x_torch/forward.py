@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_torch import context_parallel, experts, head, model
-from areal_x_torch.attention import Attend, Segments
 from areal_x_torch.collectives import SumOverGroup
 from areal_x_torch.flat_rows import (
     FlatRow,
@@ -35,6 +34,7 @@ from areal_x_torch.flat_rows import (
 from areal_x_torch.images import row_images, sees
 from areal_x_torch.pipeline import Chunk, Pipeline
 from areal_x_torch.pipeline_schedule import Run, States
+from areal_x_torch.segments import Attend, Segments
 from areal_x_torch.sharding import ModelWithHead
 
 

@@ -21,10 +21,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from areal_x_torch import delta_chunks, masks, temperature
-from areal_x_torch.attention import Sinks, by_formula
+from areal_x_torch.attention import by_formula
 from areal_x_torch.delta_rule import Heads, Mixed, convolved_after, rule_inputs
 from areal_x_torch.masks import Visible, seen_of
 from areal_x_torch.model import decoder, has_vision
+from areal_x_torch.segments import Sinks
 
 ATTENTION = "areal_x_cache"
 PENDING = 5  # tensors of a layer in `Cache.pending`

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal_x_torch.attention import Segments
 from areal_x_torch.dtensors import ShardedView
 from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import Routing, routing_scope
 from areal_x_torch.images import RowImages, embed_images, sees
+from areal_x_torch.segments import Segments
 
 SCORE = "score.weight"  # a sequence classifier's head
 # Suffixes of the names of adapters beside a frozen model's own tensors.

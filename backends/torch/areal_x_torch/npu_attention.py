@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from areal_x_torch.attention import Attended, Keys, Queries, Segments
+    from areal_x_torch.segments import Attended, Keys, Queries, Segments
 
 CAUSAL, BAND = 3, 4
 SIDE = 2048  # of the mask that these modes take
