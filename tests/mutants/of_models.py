@@ -239,6 +239,30 @@ MUTANTS: list[Mutant] = [
             "use.load * has_rows[:, None, None]",
             "use.load",
         ),
+        (
+            "JAX: the last stage sends another row round than the first needs",
+            "kept[:, (number + stages - 1) % around]",
+            "kept[:, number % around]",
+        ),
+        (
+            "JAX: with fewer rows than stages a round begins too early",
+            "around = max(rows, stages)",
+            "around = rows",
+        ),
+    ),
+    *planted(
+        JAX + "architecture.py",
+        ("tests/jax/test_pipeline.py",),
+        ("JAX: stages have neighbouring groups", "key=lambda layer: (layer // each % stages, layer)", "key=lambda layer: layer"),
+    ),
+    *planted(
+        JAX + "lora.py",
+        ("tests/jax/test_pipeline.py",),
+        (
+            "JAX: a run's first adapters depend on the mesh",
+            'stored( trained, ("layers", name), uniform * x.shape[-2] ** -0.5 )',
+            "uniform * x.shape[-2] ** -0.5",
+        ),
     ),
     *planted(
         TORCH + "experts.py",
