@@ -19,8 +19,9 @@ rows with a mask within segments; it has the default family only.
 
 Method: one process each (benchmarks/peers), compiled and warmed up, then alternating, `--rounds` times `--steps` steps; while
 one works the others are stopped. A value is the mean of a round's steps; the table shows median, minimum and maximum of the
-rounds. The machine's peak is the fastest of several products of two fp32 matrices by JAX, also alternating. FLOPs are counted
-as benchmarks/shapes.py does.
+rounds, and the least processor seconds of all threads, which other work on the machine changes less (with OMP_NUM_THREADS=1 no
+thread of torch spins). The machine's peak is the fastest of several products of two fp32 matrices by JAX, also alternating.
+FLOPs are counted as benchmarks/shapes.py does.
 """
 
 from __future__ import annotations
@@ -177,13 +178,15 @@ def start(
 
 
 def show(rounds: dict[str, list[dict[str, Any]]], tokens: int, flops: float, peak: float) -> None:
-    print(f"| {tokens:,} tokens, {flops / 1e9:,.0f} GFLOP | s a step | least | largest | real tokens/s | share of the peak |")
-    print("|---|---|---|---|---|---|")
+    clocks = "s a step | least | largest | real tokens/s | share of the peak | processor s, least"
+    print(f"| {tokens:,} tokens, {flops / 1e9:,.0f} GFLOP | {clocks} |")
+    print("|---|---|---|---|---|---|---|")
     for name, answers in rounds.items():
         means = [statistics.fmean(answer["seconds"]) for answer in answers]
         median = statistics.median(means)
         figures = f"{median:.3f} | {min(means):.3f} | {max(means):.3f} | {tokens / median:,.0f} | {flops / median / peak:.0%}"
-        print(f"| {name} | {figures} |")
+        least = min(statistics.fmean(answer["processor"]) for answer in answers)
+        print(f"| {name} | {figures} | {least:.2f} |")
     print(f"\nThe machine's peak: {peak / 1e9:,.0f} GFLOP/s")
     for name, answers in rounds.items():
         print(f"{name}: " + ", ".join(f"{package} {version}" for package, version in answers[0]["versions"].items()))

@@ -49,7 +49,7 @@ class Steps:
     """Training steps in blocks of the size that each command requests.
 
     settle: waits until the last step's computation is over (JAX returns before it is). details: added to the answer, besides
-    the seconds.
+    the seconds and those of the processor.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Steps:
         self._channel, self._settle, self._details = channel, settle, details
         self._commands = channel.commands()
         self._left = 0
-        self._times: list[float] = []
+        self._times: list[tuple[float, float]] = []
 
     def begin(self) -> bool:
         """Called at the start of every step. Waits for a command at the end of a block; returns False when there are no
@@ -70,15 +70,20 @@ class Steps:
                 return False
             self._left = command["steps"]
         self._left -= 1
-        self._times.append(time.perf_counter())
+        self._times.append(_clocks())
         return True
 
     def _answer(self) -> None:
         self._settle()
-        times = [*self._times, time.perf_counter()]
+        times = [*self._times, _clocks()]
         self._times = []
-        seconds = [after - before for before, after in pairwise(times)]
-        self._channel.send(seconds=seconds, **self._details())
+        seconds, processor = ([after - before for before, after in pairwise(of_clock)] for of_clock in zip(*times, strict=True))
+        self._channel.send(seconds=seconds, processor=processor, **self._details())
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds that have passed, and those of the processor that this process had."""
+    return time.perf_counter(), time.process_time()
 
 
 class Worker:

@@ -84,7 +84,7 @@ def deep(name: str, layers: int, directory: Path) -> Path:
         ("even-moe", 8, 2, 2, 2),
         *further(
             ("even-gemma3", 8, 2, 2, 1),
-            ("even-gemma3", 8, 4, 2, 4),
+            ("even-gemma3", 6, 2, 3, 4),
             ("even-gemma3", 4, 4, 1, 2),
             ("even-gemma3", 8, 4, 2, 1),
             ("even-gemma3", 8, 4, 2, 2),
