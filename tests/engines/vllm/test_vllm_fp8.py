@@ -43,7 +43,7 @@ def test_a_server_computes_with_the_rounded_weights_that_it_begins_with_and_that
 ) -> None:
     report = reports[name]
     assert report.get("error") is None
-    assert max(report["before"], report["after"]) < 3 < 5 < report["rounding"]
+    assert max(report["before"], report["after"]) < 2 < 4 < report["rounding"]
     assert report["begun"] == 0
     assert report["unnoticed"] == []
 
