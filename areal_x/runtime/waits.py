@@ -18,13 +18,14 @@ in a notebook.
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ SILENCE_SECONDS = 30.0
 STEPS = 3.0  # a silence is longer than this many steps of the run
 SHOWN = 4  # waiting parts in a message; the log has all
 FILE = "waits.log"  # below a run's logs/
+STATE = "waits.json"  # beside it, while nothing moves: for those who look at the run
+STATE_SECONDS = 5.0  # between two of its versions
 
 
 @dataclass(frozen=True)
@@ -185,15 +188,24 @@ def _watch(
     rhythm: Callable[[], float],
     silence_seconds: float,
 ) -> None:
-    moved_then, reported = _last_moved, 0.0
+    moved_then, reported, written = _last_moved, 0.0, 0.0
+    state = log.with_name(STATE)
+    remove(state)  # of the run before it was resumed
     while not ended.wait(silence_seconds / 30):
         if _last_moved != moved_then:
-            moved_then, reported = _last_moved, 0.0
+            moved_then = _last_moved
+            if reported:
+                remove(state)
+            reported = 0.0
         silent = time.monotonic() - moved_then
         if is_due(silent, reported, max(silence_seconds, STEPS * rhythm()), open_waits()):
-            reported = silent
+            reported = written = silent
             write_log(log, silent)
+            write_state(state, silent)
             message(report(silent))
+        elif reported and silent >= written + STATE_SECONDS:
+            written = silent
+            write_state(state, silent)
 
 
 def is_due(silent: float, reported: float, limit: float, waits: Sequence[Wait]) -> bool:
@@ -230,16 +242,48 @@ def write_log(log: Path, silent_seconds: float) -> None:
     the run."""
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} nothing has moved for {silent_seconds:.0f} s"]
     lines += [f"  {sentence}" for sentence in sentences_of(open_waits())]
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        stack = "".join(traceback.format_stack(frame))
-        lines += [
-            f"  thread {names.get(ident, ident)}",
-            *(f"    {line}" for line in stack.splitlines()),
-        ]
+    for name, stack in stacks():
+        lines += [f"  thread {name}", *(f"    {line}" for line in stack.splitlines())]
     try:
         log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     except OSError:
         return
+
+
+def write_state(file: Path, silent_seconds: float) -> None:
+    """Writes, as JSON, what the log gets: when it was, the sentences, every open wait, and the
+    stacks of all threads. Errors are ignored, as for the log."""
+    now, waits = time.monotonic(), open_waits()
+    state = {
+        "time": time.time(),
+        "silent_seconds": silent_seconds,
+        "sentences": sentences_of(waits),
+        "waits": [
+            {"who": x.who, "about": x.about(now), "seconds": now - x.since, "idle": x.idle}
+            for x in waits
+        ],
+        "threads": [{"name": name, "stack": stack} for name, stack in stacks()],
+    }
+    unfinished = file.with_name(f"{STATE}.new")
+    try:
+        file.parent.mkdir(exist_ok=True)
+        unfinished.write_text(json.dumps(state), encoding="utf-8")
+        unfinished.replace(file)
+    except OSError:
+        return
+
+
+def remove(file: Path) -> None:
+    with suppress(OSError):
+        file.unlink(missing_ok=True)
+
+
+def stacks() -> list[tuple[str, str]]:
+    """Returns the name and the stack of every thread."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [
+        (str(names.get(ident, ident)), "".join(traceback.format_stack(frame)))
+        for ident, frame in sys._current_frames().items()
+    ]
