@@ -91,7 +91,12 @@ def judge(judge: Judge, run: str, other: str | None, group: int, search: str) ->
     page = judge.page
     judge.open(f"{run}/overview", ".tile")
     judge.times["first_paint_ms"] = page.evaluate(PAINT)
+    for summary in page.locator("details > summary").all():
+        summary.click()
     judge.look("overview")
+    for wrong in ("%", f"{run}/%E0%A4/%", "%zz/overview?with=%", f"{run}/nothing"):
+        judge.open(wrong, "#page, .error")
+    judge.problems[:] = [x for x in judge.problems if "404 (Not Found)" not in x]  # there is no such run
     judge.open(f"{run}/curves" + (f"?with={other}" if other else ""), ".chart svg")
     page.locator(".chart svg").first.press("ArrowLeft")
     judge.look("curves")

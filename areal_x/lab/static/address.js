@@ -4,8 +4,13 @@ export const known = { runs: [] };
 
 export function address() {
   const [path, query] = location.hash.slice(2).split("?");
-  const [name, kind, ...rest] = path.split("/").map(decodeURIComponent);
+  const [name, kind, ...rest] = path.split("/").map(decoded);
   return { name, kind: kind || "overview", rest, parameters: new URLSearchParams(query || "") };
+}
+
+// an address that somebody typed may have a % that stands for nothing: it is then a name that no run has
+function decoded(part) {
+  try { return decodeURIComponent(part); } catch { return part; }
 }
 
 export function link(name, kind, rest = [], parameters = {}) {
