@@ -21,6 +21,8 @@ SUBCOMMANDS = {
     "replay": "train on a recorded run again, without an engine",
     "serve": "serve a run's model to agents, without training it",
     "lab": "look at runs in a browser: metrics, trajectories, failures",
+    "top": "watch a run in a terminal: where it is, and where its time goes",
+    "report": "write a run's page to one file, to send to somebody",
     "export": "write a checkpoint as a plain Hugging Face model",
     "example": "copy an example out of the package",
 }

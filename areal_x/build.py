@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,6 +69,11 @@ class Parts:
     spans: timeline.Recorder
     saver: checkpoint.Saver
     stream_identity: dict[str, Any]
+
+    def record(self, row: Mapping[str, float]) -> None:
+        """Writes a step's metrics and, now and then, the timeline."""
+        self.metrics.write(row)
+        self.spans.renew(self.run)
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, and prunes the journal of what no checkpoint needs any more."""

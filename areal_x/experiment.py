@@ -179,7 +179,7 @@ class Experiment(Factory):
                 row |= rollout.balance(row["trainer_idle"], row["rollout_idle"])
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(rollout, models)
-                parts.metrics.write(row)
+                parts.record(row)
                 if self.is_due(self.checkpoint_every, step):
                     parts.save(step)
                 yield Turn(row, groups, complete(batches, self.algorithm, models.policy))

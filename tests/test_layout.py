@@ -45,6 +45,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agents": ("workflows", "rewards", "rollout", "engines", "sandbox"),
     "simulation": ("rollout", "batching", "monitor"),
     "lab": ("config", "rollout", "batching", "monitor"),
+    "top": ("lab",),
+    "report": ("lab",),
     "testing": ("simulation", "hf"),
     "preflight": ("settings", "workflows"),
     "train": ("config", "run", "cluster"),
@@ -55,7 +57,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "launch": ("train", "jobs", "engines"),
     "serve": ("train", "experiment", "agents"),
     "example": (),
-    "__main__": ("train", "check", "replay", "export", "plan", "launch", "serve", "lab", "example"),
+    "__main__": ("train", "check", "replay", "export", "plan", "launch", "serve", "lab", "top", "report", "example"),
     "areal_x_jax": ("protocols", "hf"),
     "areal_x_torch": ("protocols", "hf"),
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_x.lab.time_parts import TimeParts, covered, time_parts
 from areal_x.runtime import timeline
 
 MOST_BYTES = 64 << 20  # of a timeline that is read: the recorder keeps 20,000 spans a lane
@@ -13,24 +14,27 @@ WAITING = ("wait",)  # spans in which a lane's part does nothing
 
 
 class BusyShares:
-    """The shares, read again whenever the timeline was written."""
+    """What a timeline tells of where time went, read again whenever it was written."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._read: tuple[int, dict[str, Any] | None] = (0, None)
+        self._read: tuple[Any, dict[str, Any] | None, TimeParts | None] = (None, None, None)
 
-    def read(self) -> dict[str, Any] | None:
-        """Returns `seconds`, the time that the timeline covers, and by `lanes` the share of it in
-        which at least one span was open, waits left out, with the lane's own spans by name; None
-        without a timeline that can be read."""
+    def read(self, drains: bool = False) -> tuple[dict[str, Any] | None, TimeParts | None]:
+        """Returns how busy each lane was, and where the time of steps went (see `time_parts`); None
+        for what the timeline, or its absence, does not tell.
+
+        The first is `seconds`, the time that the timeline covers, and by `lanes` the share of it in
+        which at least one span was open, waits left out, with the lane's own spans by name."""
         try:
             stat = (self.run / timeline.FILE).stat()
-            if stat.st_mtime_ns != self._read[0] and stat.st_size <= MOST_BYTES:
-                found = shares(timeline.read(self.run))
-                self._read = (stat.st_mtime_ns, found)
+            seen = stat.st_mtime_ns, drains
+            if seen != self._read[0] and stat.st_size <= MOST_BYTES:
+                lanes = timeline.read(self.run)
+                self._read = seen, shares(lanes), time_parts(lanes, drains)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return None
-        return self._read[1]
+            return None, None
+        return self._read[1:]
 
 
 def shares(lanes: Mapping[str, Sequence[timeline.Interval]]) -> dict[str, Any] | None:
@@ -50,12 +54,3 @@ def shares(lanes: Mapping[str, Sequence[timeline.Interval]]) -> dict[str, Any] |
             "spans": {name: covered(spans) / whole for name, spans in named.items()},
         }
     return {"seconds": whole, "lanes": found}
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total

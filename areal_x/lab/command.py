@@ -13,7 +13,7 @@ import uvicorn
 
 from areal_x.errors import UserError
 from areal_x.lab.app import Lab, application
-from areal_x.lab.vocabulary import FILE
+from areal_x.lab.vocabulary import tokenizer_file
 from areal_x.runtime.command import command_of
 
 DESCRIPTION = """Serves a page about runs, from their files alone: metrics, trajectories token by token,
@@ -81,10 +81,7 @@ def serve(
     """
     if not place.is_dir():
         raise UserError(f"there is no folder {place}: name a run's directory, or a folder of runs")
-    if tokenizer is not None:
-        tokenizer = tokenizer / FILE if tokenizer.is_dir() else tokenizer
-        if not tokenizer.is_file():
-            raise UserError(f"there is no {tokenizer}")
+    tokenizer = tokenizer_file(tokenizer)
     try:
         listener = socket.create_server((LOOPBACK, port), backlog=128)
     except (OSError, OverflowError) as error:

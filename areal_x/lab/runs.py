@@ -7,15 +7,17 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from areal_x.config.writer import read_settings
 from areal_x.lab.busy import BusyShares
+from areal_x.lab.causes import LABELS, first_cause
 from areal_x.lab.index import Index
 from areal_x.lab.metrics_file import MetricsFile
 from areal_x.lab.reading import WAL
+from areal_x.lab.stall import read_stall
 from areal_x.lab.vocabulary import Vocabulary, find_tokenizer
 from areal_x.monitor import metrics
 from areal_x.run import checkpoint, journal
@@ -26,7 +28,13 @@ RECENT_SECONDS = 60.0  # in which a run whose lock is not seen has written, if i
 MOST_INDEXES = 4  # in memory at once
 MOST_RUNS = 1000  # of a folder
 SHOWN = ("reward", "accuracy", "loss", "staleness_mean", "generation_tokens_per_second")
-PHASES = ("wait_seconds", "logprob_seconds", "update_seconds", "publish_seconds")
+PARTS_OF = {
+    "wait_seconds": "rollout",
+    "logprob_seconds": "trainer",
+    "update_seconds": "trainer",
+    "publish_seconds": "weights",
+}
+PHASES = tuple(PARTS_OF)
 RUNNING, FINISHED, STOPPED, CRASHED = "running", "finished", "stopped", "crashed"
 
 
@@ -118,16 +126,27 @@ class Run:
         found = self.summary()
         last = self.metrics.last()
         total = self._total("seconds")
-        shares = {key: self._total(key) / total for key in PHASES if total}
+        phases = {key: self._total(key) / total for key in PHASES if total}
+        settings, _ = self.settings()
+        busy, parts = self.busy.read(drains=bool(settings.get("train.deterministic")))
+        if parts is None:  # the timeline is not written yet
+            shares = of_phases(phases)
+            steps, seconds = last.get("step"), total
+        else:
+            shares, steps, seconds = parts.shares, parts.steps, parts.seconds
+        cause = first_cause(shares, settings)
         found |= {
             "all": last,
-            "phases": shares,
+            "phases": phases,
             "seconds": total,
-            "busy": self.busy.read(),
+            "busy": busy,
+            "parts": {"shares": shares, "labels": LABELS, "steps": steps, "seconds": seconds},
+            "stall": read_stall(self.path, found["state"] == RUNNING),
+            "cause": None if cause is None else asdict(cause),
             "checkpoints": checkpoint.steps(self.path),
             "damaged_rows": self.metrics.damaged,
-            "model": self.settings()[0].get("model.path"),
-            "algorithm": self.settings()[0].get("train.algorithm"),
+            "model": settings.get("model.path"),
+            "algorithm": settings.get("train.algorithm"),
         }
         return found
 
@@ -150,6 +169,14 @@ class Run:
             except (OSError, ValueError) as error:
                 self._vocabulary = (file, None, str(error))
         return self._vocabulary[1:]
+
+
+def of_phases(phases: Mapping[str, float]) -> dict[str, float]:
+    """Returns the parts of a step's time that metrics alone tell apart."""
+    found: dict[str, float] = {}
+    for key, share in phases.items():
+        found[PARTS_OF[key]] = found.get(PARTS_OF[key], 0.0) + share
+    return found
 
 
 class Runs:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from areal_x.errors import UserError
 from areal_x.run import checkpoint
 
 FILE = "tokenizer.json"
@@ -66,6 +67,19 @@ class Vocabulary:
             decoder.decode(table[x]) if 0 <= x < len(table) else decoder.decode(b"", True) + UNKNOWN
             for x in tokens
         ]
+
+
+def tokenizer_file(given: Path | None) -> Path | None:
+    """Returns the tokenizer.json that a command line names, by its folder or itself.
+
+    Raises: UserError if it is not there.
+    """
+    if given is None:
+        return None
+    file = given / FILE if given.is_dir() else given
+    if not file.is_file():
+        raise UserError(f"there is no {file}")
+    return file
 
 
 def find_tokenizer(run: Path, settings: Mapping[str, Any]) -> Path | None:

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -165,6 +166,7 @@ class RewardPool:
 
     async def score_message(self, task_id: str, message: bytes) -> Outcome:
         """Scores what `serialize_task` returned. Raises: as `score`."""
+        asked = time.perf_counter()
         with waiting(whose(), "a free reward process", self.spec.name):
             await self._slots.acquire()
         try:
@@ -172,7 +174,11 @@ class RewardPool:
             answer: dict[str, Any] | None = None
             try:
                 about = f"{self.spec.name} of task {task_id} in process {worker.guard.pid}"
-                with timeline.span("reward", task=task_id), waiting(whose(), "its reward", about):
+                queued = time.perf_counter() - asked
+                with (
+                    timeline.span("reward", task=task_id, of=whose(), queued=queued),
+                    waiting(whose(), "its reward", about),
+                ):
                     async with asyncio.timeout(self.spec.timeout_seconds):
                         answer = await _ask(worker, message)
             except TimeoutError:

@@ -17,13 +17,16 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 FILE = "timeline.json"
 CAPACITY = 20_000  # spans per lane: about 3 MB of trace
+# While a run goes on its file is renewed, at most this often and for at most this share of the time.
+LEAST_SECONDS = 10.0
+LARGEST_SHARE = 0.001
 
 # The lane of each span. In every lane but the trainer's, which is one thread, several spans may be
 # open at once.
@@ -78,6 +81,7 @@ class Recorder:
         self.sources: list[Callable[[], Sequence[tuple[str, Interval]]]] = []
         self._fetched: dict[str, deque[Interval]] = {}
         self._capacity = capacity
+        self._due = self.began + LEAST_SECONDS
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -125,13 +129,24 @@ class Recorder:
 
     def write(self, run: Path) -> Path:
         """Writes timeline.json atomically and returns its path."""
+        began = time.perf_counter()
         self.fetch()
         file, unfinished = run / FILE, run / (FILE + ".new")
         unfinished.write_text(
             json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}),
             encoding="utf-8",
         )
+        ended = time.perf_counter()
+        self._due = ended + max(LEAST_SECONDS, (ended - began) / LARGEST_SHARE)
         return unfinished.replace(file)
+
+    def renew(self, run: Path) -> None:
+        """Writes timeline.json if it was not written for a while, for those who look at a run that
+        goes on. One that cannot be written now is written later."""
+        if time.perf_counter() >= self._due:
+            self._due += LEAST_SECONDS
+            with suppress(OSError):
+                self.write(run)
 
 
 class Span:

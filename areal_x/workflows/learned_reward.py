@@ -29,7 +29,7 @@ from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.rollout.episode import episode_of
-from areal_x.runtime import background
+from areal_x.runtime import background, timeline
 from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Episode, Scored, Task, Trajectory
@@ -176,8 +176,9 @@ class RewardModel:
         self._queue += mine
         if self._worker is None or self._worker.done():
             self._worker = background.start(self._score_queue(), "the learned reward")
-        with waiting(
-            whose(), "the learned reward", lambda: f"{len(self._queue)} trajectories wait"
+        with (
+            timeline.span("reward", of=whose()),
+            waiting(whose(), "the learned reward", lambda: f"{len(self._queue)} trajectories wait"),
         ):
             return list(await asyncio.gather(*(score for _, score in mine)))
 

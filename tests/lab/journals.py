@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal_x.run.journal import Journal
+from areal_x.runtime.timeline import Recorder
 from areal_x.types import Episode, Failed, Group, Scored, Task, TimedOut, Trajectory
 
 HOSTILE = "<script>window.pwned=1</script><img src=x onerror=pwned=1>\x1b[31m\u202eevil\u2066"
@@ -66,3 +67,16 @@ def write_tokenizer(folder: Path, extra: Sequence[str] = ()) -> Path:
 def write_metrics(run: Path, rows: Sequence[dict[str, Any]]) -> None:
     run.mkdir(parents=True, exist_ok=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_timeline(run: Path) -> None:
+    """One step of two seconds: it waited for the second of two episodes, which generated, scored and did something else."""
+    recorder = Recorder()
+    at = recorder.began
+    for name, start, end in (("wait", 0, 1.5), ("update", 1.5, 2), ("publish", 2, 2)):
+        recorder.add(name, at + start, at + end, step=1)
+    recorder.add("episode", at, at + 0.5, ticket=0, index=1)
+    recorder.add("episode", at, at + 1.5, ticket=1, index=0)
+    recorder.add("generate", at, at + 1.2, ticket=1, index=0)
+    recorder.add("reward", at + 1.3, at + 1.5, of="group 1, episode 0 (task x)", queued=0.1)
+    recorder.write(run)

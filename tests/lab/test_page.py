@@ -17,7 +17,17 @@ import numpy as np
 import pytest
 
 from tests.conftest import environment_with
-from tests.lab.journals import FAILED, HOSTILE, LATE, group, scored, write_journal, write_metrics, write_tokenizer
+from tests.lab.journals import (
+    FAILED,
+    HOSTILE,
+    LATE,
+    group,
+    scored,
+    write_journal,
+    write_metrics,
+    write_timeline,
+    write_tokenizer,
+)
 
 WHY = "BROWSER_PYTHON names no interpreter with playwright: make browser"
 pytestmark = [pytest.mark.browser, pytest.mark.skipif("BROWSER_PYTHON" not in os.environ, reason=WHY)]
@@ -42,6 +52,13 @@ def write_runs(place: Path) -> None:
             row = {"step": step, **shares, "reward": step / 300 + noise / 10, "loss": noise, "staleness_mean": 1.0}
             rows.append(row | ({} if step % 50 else {"accuracy": step / 300}))
         write_metrics(place / name, [*rows, {"step": 300, f"reward/{HOSTILE}": 1.0}])
+        write_timeline(place / name)
+        about = {"who": f"group 3, episode 0 (task {HOSTILE})", "about": f"31 s for its reward ({HOSTILE})"}
+        stall = {"time": 0.0, "silent_seconds": 31.0, "sentences": [f"{about['who']} has waited {about['about']}"]}
+        stall |= {"waits": [about | {"idle": False}, {"who": "the rollout", "about": "31 s for room", "idle": True}]}
+        (place / name / "logs").mkdir()
+        text = json.dumps(stall | {"threads": [{"name": HOSTILE, "stack": f"  File {HOSTILE}"}]})
+        (place / name / "logs" / "waits.json").write_text(text)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import { chart } from "./chart.js";
 import { duration, h, number, percent, said } from "./dom.js";
 import { link } from "./address.js";
 
-const PHASES = [["wait_seconds", "waits for groups"], ["logprob_seconds", "log-probabilities"], ["update_seconds", "update"], ["publish_seconds", "publishes weights"]];
 const LANES = { trainer: "trainer", engine: "weights", episodes: "episodes", generation: "generation", rewards: "rewards" };
 const FIRST = ["reward", "accuracy", "response_length", "staleness_mean"];
 const STATES = {
@@ -16,18 +15,19 @@ const STATES = {
 };
 
 export async function overview({ name, body, signal }) {
+  const open = new Set();  // stacks, which stay open while the page is renewed
   async function refresh() {
     const [run, measured] = await Promise.all([
       get(ofRun(name), null, signal),
       get(ofRun(name, "/metrics"), { key: [...FIRST, "held_out/loss", "evaluation_failed"], points: 400 }, signal),
     ]);
-    body.replaceChildren(...parts(name, run, measured.curves));
+    body.replaceChildren(...parts(name, run, measured.curves, open));
   }
   await refresh();
   return { refresh };
 }
 
-function parts(name, run, curves) {
+function parts(name, run, curves, open) {
   const { all } = run;
   const tiles = [
     [number(run.step ?? 0), run.steps ? `of ${number(run.steps)} steps` : "steps"],
@@ -41,25 +41,40 @@ function parts(name, run, curves) {
   return [
     h("p", { class: "quiet" }, STATES[run.state], " ", run.model && [h("span", { class: "mono" }, said(String(run.model))), " · "], run.algorithm && h("span", { class: "mono" }, said(String(run.algorithm)))),
     run.journal && run.journal.error && h("p", { class: "error" }, said(run.journal.error)),
+    run.stall && stall(run, open),
     run.damaged_rows > 0 && h("p", { class: "error" }, `${number(run.damaged_rows)} lines of metrics.jsonl are damaged and left out.`),
     h("div", { class: "tiles" }, tiles.filter(Boolean).map(([value, what]) => h("div", { class: "tile" }, h("b", null, value), h("span", null, what)))),
-    h("div", { class: "two", vars: { "margin-bottom": "16px" } }, trainer(run), lanes(run)),
+    h("div", { class: "two", vars: { "margin-bottom": "16px" } }, times(run), lanes(run)),
     h("div", { class: "charts" }, FIRST.filter((key) => curves[key]?.step.length).map((key) => chart(key, [
       { name: key, colour: "k0", x: curves[key].step, y: curves[key].value, low: curves[key].low, high: curves[key].high }]))),
     h("div", { class: "two", vars: { "margin-top": "16px" } }, outcomes(name, run), evaluations(curves)),
   ].filter(Boolean);
 }
 
-function trainer(run) {
-  const known = PHASES.filter(([key]) => run.phases[key] !== undefined);
-  const rest = 1 - known.reduce((sum, [key]) => sum + run.phases[key], 0);
-  return h("section", { class: "card" }, h("h3", null, "The trainer’s time"),
-    known.length
-      ? [h("div", { class: "bar", role: "img", "aria-label": known.map(([key, what]) => `${what} ${percent(run.phases[key])}`).join(", ") },
-          known.map(([key], i) => h("span", { class: `fill${i}`, vars: { "--share": run.phases[key] } }))),
-        h("ul", { class: "legend" }, known.map(([key, what], i) => h("li", null, h("i", { class: `fill${i}` }), `${what} ${percent(run.phases[key])}`)),
-          rest > 0.005 && h("li", null, `other ${percent(rest)}`)),
-        h("p", { class: "quiet small", vars: { margin: "10px 0 0" } }, `Shares of ${duration(run.seconds)} in ${number(run.step)} steps, from metrics.jsonl; evaluations and checkpoints are outside steps.`)]
+// who waits for whom, as the run's log and display say it
+function stall(run, open) {
+  const { sentences, waits, threads, silent_seconds } = run.stall;
+  const fold = (key, title, content) => h("details", { open: open.has(key), ontoggle: (event) => (event.target.open ? open.add(key) : open.delete(key)) }, h("summary", null, title), content);
+  const of = Object.entries(Object.groupBy(waits, (wait) => wait.who));
+  return h("section", { class: "card stalled" }, h("h3", null, run.state === "running" ? `Nothing has moved for ${duration(silent_seconds)}` : `Nothing had moved for ${duration(silent_seconds)} when the run ended`),
+    h("ul", null, sentences.map((sentence) => h("li", null, said(sentence)))),
+    fold("waits", `every wait: ${number(waits.length)}`, h("dl", { class: "waits" }, of.map(([who, theirs]) => [h("dt", null, said(who)), theirs.map((wait) => h("dd", { class: wait.idle && "quiet" }, said(wait.about), wait.idle && " (waits for work)"))]))),
+    threads.map(({ name, stack }, i) => fold(`thread ${i}`, ["thread ", said(name)], h("pre", { tabindex: 0 }, said(stack)))));
+}
+
+function times(run) {
+  const { shares, labels, steps, seconds } = run.parts;
+  const shown = Object.entries(labels).map(([key, label], colour) => [key, label, colour]).filter(([key]) => shares[key] > 0.0005);
+  const what = (key, label) => `${label} ${percent(shares[key])}`;
+  return h("section", { class: "card" }, h("h3", null, "Where a step’s time goes"),
+    shown.length
+      ? [run.cause && h("p", { class: "cause" }, said(run.cause.sentence)),
+        h("div", { class: "bar", role: "img", "aria-label": shown.map(([key, label]) => what(key, label)).join(", ") },
+          shown.map(([key, , colour]) => h("span", { class: `fill${colour}`, vars: { "--share": shares[key] } }))),
+        h("ul", { class: "legend" }, shown.map(([key, label, colour]) => h("li", null, h("i", { class: `fill${colour}` }), what(key, label)))),
+        h("p", { class: "quiet small", vars: { margin: "10px 0 0" } }, shares.rollout === undefined
+          ? `Shares of the ${duration(seconds)} of the newest ${number(steps)} steps, from timeline.json: what the trainer did, or what it waited for.`
+          : `Shares of the ${duration(seconds)} of ${number(steps)} steps, from metrics.jsonl.`)]
       : h("p", { class: "quiet" }, "No step was taken yet."));
 }
 
@@ -71,8 +86,8 @@ function lanes(run) {
           const parts = Object.entries(spans).map(([what, x]) => `${what} ${percent(x)}`).join(", ");
           return h("div", { class: "lane", title: parts }, h("span", null, LANES[lane] || lane),
             h("div", { class: "bar", role: "img", "aria-label": `${LANES[lane] || lane}: ${parts}` }, h("span", { class: "fill0", vars: { "--share": share } })), h("span", null, percent(share)));
-        }), h("p", { class: "quiet small", vars: { margin: "10px 0 0" } }, `Shares of the ${duration(run.busy.seconds)} that timeline.json covers, in which at least one span was open. It is written at checkpoints and at the end.`)]
-      : h("p", { class: "quiet" }, "timeline.json is written at the first checkpoint."));
+        }), h("p", { class: "quiet small", vars: { margin: "10px 0 0" } }, `Shares of the ${duration(run.busy.seconds)} that timeline.json covers, in which at least one span was open. It is written at checkpoints, at the end and now and then.`)]
+      : h("p", { class: "quiet" }, "timeline.json is written some seconds after the start."));
 }
 
 function outcomes(name, run) {
