@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -39,6 +39,9 @@ class Filter:
 
     ticket: int | None = None
 
+    recorded: str | None = None
+    """"yes": groups of which the journal has what training made of their tokens."""
+
     order: str = "newest"
 
     def __post_init__(self) -> None:
@@ -47,11 +50,64 @@ class Filter:
             one_of("outcome", self.outcome, OUTCOMES)
         if self.status is not None:
             one_of("status", self.status, STATUSES)
+        if self.recorded is not None:
+            one_of("recorded", self.recorded, ("yes",))
+
+
+class Selection(Protocol):
+    """The rows of an index that a filter selects, in its order."""
+
+    def __len__(self) -> int: ...
+
+    def page(self, begin: int, count: int) -> Any:
+        """Returns the numbers of rows `begin` to `begin + count` of the order."""
+        ...
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The rows of an index that a filter selects, in its order.
+class ByTicket:
+    """Rows in the order of their groups' tickets. A group's rows follow each other in the index, so
+    a place is found by counting, and a late page costs as little as the first."""
+
+    chosen: Any
+    """A flag per row of the index."""
+
+    first: Any
+    """The first row of each group, by ticket."""
+
+    sizes: Any
+    """The number of rows of each group, by ticket."""
+
+    ends: Any
+    """How many chosen rows the groups have up to each one, by ticket."""
+
+    descending: bool
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def page(self, begin: int, count: int) -> Any:
+        whole = len(self)
+        end = min(begin + count, whole)
+        if begin >= end:
+            return np.empty(0, np.int64)
+        low, high = (whole - end, whole - begin) if self.descending else (begin, end)
+        groups = np.arange(
+            np.searchsorted(self.ends, low, side="right"),
+            np.searchsorted(self.ends, high, side="left") + 1,
+        )
+        before = int(self.ends[groups[0] - 1]) if groups[0] else 0
+        rows = [
+            first + np.flatnonzero(self.chosen[first : first + size])
+            for first, size in zip(self.first[groups], self.sizes[groups], strict=True)
+        ]
+        found = np.concatenate(rows).astype(np.int64)[low - before : high - before]
+        return found[::-1] if self.descending else found
+
+
+@dataclass(frozen=True)
+class ByKey:
+    """Rows in the order of a column.
 
     Their keys are sorted only as far as somebody reads: a page of a million rows takes no sort of
     the million.
@@ -66,7 +122,6 @@ class Selection:
         return len(self.keys)
 
     def page(self, begin: int, count: int) -> Any:
-        """Returns the numbers of rows `begin` to `begin + count` of the order."""
         end = min(begin + count, len(self.keys))
         if begin >= end:
             return np.empty(0, np.int64)
@@ -90,7 +145,7 @@ def select(index: Index, wanted: Filter) -> Selection:
 
 
 def _select(index: Index, wanted: Filter) -> Selection:
-    rows, groups = index.rows, index.groups
+    rows = index.rows
     count = len(rows)
     group = rows.column("group", count)
     keep = _groups(index, wanted)
@@ -113,18 +168,30 @@ def _select(index: Index, wanted: Filter) -> Selection:
         chosen &= rows.column("finish", count) == number if known else False
     if wanted.error is not None:
         chosen &= rows.column("error", count) == wanted.error
-    numbers = np.flatnonzero(chosen)
     by, descending = wanted.order.removeprefix("-"), wanted.order.startswith("-")
     if by in ("newest", "oldest"):
-        first = groups.column("ticket")[group[numbers]].astype(np.uint64)
-        descending = by == "newest"
-    elif by == "length":
+        return by_ticket(index, chosen, descending=by == "newest")
+    numbers = np.flatnonzero(chosen)
+    if by == "length":
         first = length[numbers].astype(np.uint64)
     else:
         numbers = numbers[~np.isnan(reward[numbers])]  # what was not scored has no place in it
         first = ordered(reward[numbers])
     keys = (first << np.uint64(32)) | numbers.astype(np.uint64)
-    return Selection(keys, descending)
+    return ByKey(keys, descending)
+
+
+def by_ticket(index: Index, chosen: Any, descending: bool) -> ByTicket:
+    """Returns the chosen rows in the order of tickets. Groups whose rows came after `chosen` was made
+    are left out."""
+    numbers = index.in_order()
+    first, sizes = (index.groups.column(name)[numbers] for name in ("first", "rows"))
+    there = first + sizes <= len(chosen)
+    first, sizes = first[there], sizes[there]
+    until = np.zeros(len(chosen) + 1, np.int32)
+    np.cumsum(chosen, out=until[1:])
+    ends = np.cumsum(until[first + sizes] - until[first])
+    return ByTicket(chosen, first, sizes, ends, descending)
 
 
 def ordered(x: Any) -> Any:
@@ -146,6 +213,8 @@ def _groups(index: Index, wanted: Filter) -> Any:
         conditions.append(step >= wanted.step_min)
     if wanted.step_max is not None:
         conditions.append((step <= wanted.step_max) & (step >= 0))
+    if wanted.recorded is not None:
+        conditions.append(groups.column("recorded", count) == 1)
     if wanted.ticket is not None:
         conditions.append(groups.column("ticket", count) == wanted.ticket)
     if wanted.task:

@@ -1,7 +1,7 @@
 """An index over a run's journal: one row of numbers per trajectory, in memory, built once and
 continued while the run goes on.
 
-A row takes 30 bytes, a group 45 and its task's name, so a million trajectories in groups of eight
+A row takes 30 bytes, a group 46 and its task's name, so a million trajectories in groups of eight
 take about 40 MB, whatever their length: tokens are read from the journal when they are looked at.
 """
 
@@ -54,6 +54,7 @@ GROUP_COLUMNS = {
     "step": "i4",
     "place": "i4",
     "status": "u1",
+    "recorded": "u1",
     "first": "i8",
     "rows": "i4",
 }
@@ -86,7 +87,8 @@ class Index:
     OUTCOMES), `reward` (the episode's; NaN without), `length` and `trained` (tokens), `finish` (in
     `reasons`), `error` (in `failures`; -1 without).
     groups: `ticket`, `position`, `version` (at admission), `step` and `place` (-1: not consumed),
-    `status` (in STATUSES, or PRUNED), `first` and `rows` (of the other table).
+    `status` (in STATUSES, or PRUNED), `recorded` (1: with what training made of its
+    tokens), `first` and `rows` (of the other table).
     """
 
     def __init__(self, run: Path) -> None:
@@ -121,6 +123,7 @@ class Index:
         self._open: set[int] = set()
         self._numbers: dict[str, int] = {}  # of failures
         self._consumed = (NONE, NONE)  # the last step and place
+        self._recorded = NONE  # the last step
         self._oldest_step = NONE
         self._pruned = 0
         self._seen: Any = None
@@ -186,6 +189,7 @@ class Index:
                 self._read_open(connection)
                 self._read_new(connection)
                 self._read_consumed(connection)
+                self._read_recorded(connection)
                 self._mark_pruned(connection)
             self.error = ""
         except UserError as error:
@@ -246,6 +250,7 @@ class Index:
                 NONE,
                 NONE,
                 STATUSES.index(status),
+                0,
                 len(self.rows) + first,
                 count,
             )
@@ -331,6 +336,12 @@ class Index:
         place = ticket - self.oldest
         return int(self._by_ticket[place]) if 0 <= place < len(self._by_ticket) else NONE
 
+    def in_order(self) -> Any:
+        """Returns the numbers of all groups, by ticket."""
+        known = len(self.groups)
+        numbers = self._by_ticket
+        return numbers[(numbers != NONE) & (numbers < known)]
+
     def _read_consumed(self, connection: sqlite3.Connection) -> None:
         while True:
             found = connection.execute(
@@ -350,6 +361,21 @@ class Index:
             if not found:
                 return
             self.changes += 1
+
+    def _read_recorded(self, connection: sqlite3.Connection) -> None:
+        """Marks the groups of which the journal has what training made of their tokens."""
+        try:
+            found = connection.execute(
+                "SELECT step, ticket FROM trained WHERE step >= ? ORDER BY step",
+                (self._recorded,),
+            ).fetchall()
+        except sqlite3.OperationalError:  # a journal of an earlier version, without the table
+            return
+        for step, ticket in found:
+            if (number := self.number_of(ticket)) != NONE:
+                self.groups.column("recorded")[number] = 1
+                self._recorded = step
+        self.changes += bool(found)
 
     def _mark_pruned(self, connection: sqlite3.Connection) -> None:
         """Marks the groups that the journal no longer keeps."""

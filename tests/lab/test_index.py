@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from areal_x.errors import ConfigError
 from areal_x.lab import index as indexing
 from areal_x.lab.columns import Columns, Names
-from areal_x.lab.filters import ORDERS, Filter, ordered, select
+from areal_x.lab.filters import ORDERS, Filter, by_ticket, ordered, select
 from areal_x.lab.index import OTHER, Index
 from areal_x.lab.reading import connection_to
 from areal_x.lab.search import search
@@ -195,6 +197,30 @@ def test_pages_in_any_order_are_the_sorted_rows_each_once(tmp_path, order):
     values = index.rows.column(by)[pages]
     falls = order.startswith("-") or order == "newest"
     assert (np.diff(-values if falls else values) >= 0).all()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_page_by_ticket_is_found_wherever_it_is(data):
+    """Groups that ended out of order, some without a chosen row or without any, against the sorted rows."""
+    sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+    tickets = data.draw(st.permutations(range(len(sizes))))
+    first = np.cumsum([0, *sizes])
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=int(first[-1]), max_size=int(first[-1]))), np.bool_)
+    made = Index(Path("nowhere"))
+    made.oldest = 0
+    columns = {name: np.zeros(len(sizes), np.int64) for name in indexing.GROUP_COLUMNS}
+    made.groups.append(columns | {"ticket": tickets, "first": first[:-1], "rows": sizes})
+    for number, ticket in enumerate(tickets):
+        made._number(ticket, number)
+    descending = data.draw(st.booleans())
+    by_number = sorted(range(len(chosen)), key=lambda row: (tickets[int(np.searchsorted(first, row, "right")) - 1], row))
+    wanted = [row for row in by_number if chosen[row]][:: -1 if descending else 1]
+    found = by_ticket(made, chosen, descending)
+    assert len(found) == len(wanted)
+    for begin in range(len(wanted) + 2):
+        count = data.draw(st.integers(1, 5))
+        assert found.page(begin, count).tolist() == wanted[begin : begin + count]
 
 
 def test_floats_keep_their_order_as_integers():
