@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import gin
 
-from areal_x.batching.batch import Models
+from areal_x.batching.batch import Minibatch, Models
 from areal_x.cluster import trainers
 from areal_x.cluster.ganged import GangTrainer
 from areal_x.config.writer import read_settings
@@ -28,6 +28,7 @@ from areal_x.models import ModelFactory
 from areal_x.monitor import trackers
 from areal_x.monitor.metrics import MetricsWriter
 from areal_x.monitor.step_recorder import StepRecorder
+from areal_x.monitor.token_records import token_records
 from areal_x.protocols.engine import Engine
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.workflow import Workflow
@@ -44,7 +45,7 @@ from areal_x.runtime.shared_folder import marked
 from areal_x.runtime.waits import watching
 from areal_x.tasks.screening import scan_dataset
 from areal_x.tasks.stream import TaskStream
-from areal_x.types import Loss
+from areal_x.types import Batch, Loss
 
 if TYPE_CHECKING:
     from areal_x.engines.fleet.server import Starter
@@ -69,11 +70,20 @@ class Parts:
     spans: timeline.Recorder
     saver: checkpoint.Saver
     stream_identity: dict[str, Any]
+    token_share: float
 
     def record(self, row: Mapping[str, float]) -> None:
         """Writes a step's metrics and, now and then, the timeline."""
         self.metrics.write(row)
         self.spans.renew(self.run)
+
+    def record_tokens(
+        self, step: int, batches: Sequence[Batch], packed: Sequence[Minibatch]
+    ) -> None:
+        """Records what a step made of the tokens of some groups, for the lab."""
+        self.journal.trained(
+            step, token_records(batches, packed, self.models.policy, self.token_share)
+        )
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, and prunes the journal of what no checkpoint needs any more."""
@@ -168,6 +178,7 @@ class Factory(ModelFactory):
                 spans=spans,
                 saver=saver,
                 stream_identity=resuming.stream_identity(self.dataset, self.seed),
+                token_share=self.journal.token_share,
             )
 
     def resumed(self, start: resuming.Start, journal: Journal) -> Resumed | None:

@@ -24,7 +24,7 @@ import gin
 import numpy as np
 
 from areal_x.algorithms import mismatch
-from areal_x.batching.batch import Models, complete, make_batches
+from areal_x.batching.batch import Models, complete, make_batches, make_packed_batches
 from areal_x.build import Factory, Message
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
@@ -158,7 +158,7 @@ class Experiment(Factory):
                 groups = rollout.take()
                 clock.waited()
                 with waiting("the run", f"the trainer's step {step}"):
-                    batches = make_batches(
+                    batches, packed = make_packed_batches(
                         groups,
                         algorithm=self.algorithm,
                         row_length=self.row_length,
@@ -180,9 +180,11 @@ class Experiment(Factory):
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(rollout, models)
                 parts.record(row)
+                completed = complete(batches, self.algorithm, models.policy)
+                parts.record_tokens(step, completed, packed)
                 if self.is_due(self.checkpoint_every, step):
                     parts.save(step)
-                yield Turn(row, groups, complete(batches, self.algorithm, models.policy))
+                yield Turn(row, groups, completed)
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
         """Runs one optimizer step per batch (policy, then critic) and returns the metrics averaged

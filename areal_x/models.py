@@ -107,7 +107,9 @@ class ModelFactory(Settings):
 
         # Recorded experts are the policy's: another model would have routed differently.
         others: dict[str, Any] = {"replay_experts": False}
-        policy: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}
+        head = self.algorithm.head
+        wanted = "entropy" in needs or (self.journal.entropy and head == "policy")
+        policy: dict[str, Any] = {"head": head, "entropy": wanted}
         if "teacher_logits" in needs:
             assert isinstance(self.teacher, str) or callable(self.teacher)  # checked by Settings
             policy["teacher"] = str(resolve(self.teacher).absolute())

@@ -120,8 +120,32 @@ def make_batches(
     share_prompts: bool = False,
     own_pass: bool = False,
 ) -> list[Batch]:
+    """Does `make_packed_batches`, for those who need the batches alone."""
+    batches, _ = make_packed_batches(
+        groups,
+        algorithm=algorithm,
+        row_length=row_length,
+        models=models,
+        version=version,
+        minibatches=minibatches,
+        share_prompts=share_prompts,
+        own_pass=own_pass,
+    )
+    return batches
+
+
+def make_packed_batches(
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    row_length: int,
+    models: Models,
+    version: int = 0,
+    minibatches: int = 1,
+    share_prompts: bool = False,
+    own_pass: bool = False,
+) -> tuple[list[Batch], list[Minibatch]]:
     """Turns groups into one batch of rows `[rows, row_length]` for each of `minibatches` optimizer
-    steps.
+    steps, and returns the places of their trajectories too.
 
     A group is in one of the batches. Advantages are computed over all groups together; weights and
     corrections over each optimizer step alone.
@@ -145,10 +169,11 @@ def make_batches(
     if algorithm.advantages is not None:
         batches = add_advantages(batches, parts, algorithm)
         batches = [apply_credit(batch, part) for batch, part in zip(batches, parts, strict=True)]
-    return [
+    weighted = [
         add_weights(batch, part, algorithm, corrected=not own_pass)
         for batch, part in zip(batches, parts, strict=True)
     ]
+    return weighted, parts
 
 
 def pack_groups(

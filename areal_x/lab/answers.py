@@ -17,6 +17,7 @@ from areal_x.lab.search import Slice, search
 from areal_x.lab.vocabulary import Vocabulary
 from areal_x.run.group_bytes import OUTCOMES as KINDS
 from areal_x.run.group_bytes import decode
+from areal_x.run.token_record import TokenRecord, of_trajectories
 from areal_x.types import NOT_THE_POLICY, Group, Scored, Task, Trajectory
 
 MOST_ROWS = 200  # of a page
@@ -25,13 +26,16 @@ SHOWN_CHARACTERS = 4000  # of a prompt or an answer beside others of its group
 PREVIEW_TOKENS = 60
 SEARCHED_ROWS = 2048  # between two sorts of the rows that are left
 
-# What a colour needs and no journal has, with where it can be seen.
-LACKING = {
-    "advantage": "the journal records rewards, not advantages: show_turn in a notebook has them",
-    "gap": (
-        "the journal records the engine's log-probabilities alone: the metrics under mismatch/"
-        " compare them with the trainer's, and show_turn in a notebook does so token by token"
+# Why a trajectory lacks what training makes of its tokens.
+NOT_TRAINED = "no step has trained on this group yet"
+NOT_RECORDED = "recorded for a share of the groups (journal.token_share), and not for this one"
+NOT_COMPUTED = {
+    "advantages": "the algorithm has no advantages",
+    "trainer_logprobs": (
+        "the step kept no log-probabilities: several optimizer steps of one pass, or a trainer in"
+        " several processes"
     ),
+    "entropies": "the loss needs no entropy: journal.entropy = True computes it for the journal",
 }
 
 
@@ -218,7 +222,9 @@ def tokens_view(
 ) -> dict[str, Any]:
     """Returns a part of a trajectory, token by token: `pieces` (texts, or ids without a
     vocabulary), `ids`, and the arrays that the journal has: `mask`, `logprobs`, `versions`,
-    `credit`, `token_rewards`, `kept` (how many tokens truncated sampling left).
+    `credit`, `token_rewards`, `kept` (how many tokens truncated sampling left); where they were
+    recorded, `advantages`, `trainer_logprobs` and `entropies` (NaN at what is not trained on), and
+    why each that is not there is not (`lacking`).
 
     Raises: UserError for a group or a trajectory that the journal does not have.
     """
@@ -240,6 +246,8 @@ def tokens_view(
             arrays[name] = array[part].tolist()
     if whole.kept is not None:
         arrays["kept"] = whole.kept.counts[part].tolist()
+    trained, lacking = trained_arrays(run, ticket, step, [t for _, t in trajectories])
+    arrays |= {name: x[number][part].tolist() for name, x in trained.items()}
     sampled = _sampled(whole)
     versions = whole.versions[sampled]
     outcome = episode.outcome
@@ -267,9 +275,39 @@ def tokens_view(
         "mean_logprob": _mean(whole.logprobs[sampled]),
         "ids": ids,
         "pieces": None if vocabulary is None else vocabulary.pieces(ids),
-        "lacking": LACKING,
+        "lacking": lacking,
         **arrays,
     }
+
+
+def trained_arrays(
+    run: Path, ticket: int, step: int | None, trajectories: Sequence[Trajectory]
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Returns what a step made of a group's tokens, per trajectory, and why the rest is missing."""
+    try:
+        with connection_to(run) as connection:
+            row = connection.execute(
+                "SELECT content FROM trained WHERE ticket = ? AND step = ?", (ticket, step)
+            ).fetchone()
+    except UserError as error:
+        if "no such table" not in str(error):  # a journal of an earlier version
+            raise
+        row = None
+    if row is None:
+        why = NOT_TRAINED if step is None else NOT_RECORDED
+        return {}, dict.fromkeys(NOT_COMPUTED, why)
+    masks = [t.mask for t in trajectories]
+    try:
+        record = TokenRecord.decode(row[0])
+        arrays = {
+            "advantages": record.advantages,
+            "trainer_logprobs": record.logprobs,
+            "entropies": record.entropies,
+        }
+        found = {name: of_trajectories(x, masks) for name, x in arrays.items() if x is not None}
+    except Exception as error:  # whatever damaged bytes raise
+        return {}, dict.fromkeys(NOT_COMPUTED, f"it is damaged in the journal ({error})")
+    return found, {name: why for name, why in NOT_COMPUTED.items() if name not in found}
 
 
 def previews(

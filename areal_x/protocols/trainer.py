@@ -136,6 +136,16 @@ class KeepsLogprobs(Protocol):
 
 
 @runtime_checkable
+class KeepsEntropies(Protocol):
+    """A trainer that keeps the entropies of a step's own forward pass, if its loss gets them."""
+
+    def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
+        """Returns those of the policy before the last `update` at its trained tokens, and 0 for all
+        others; None if it computed none, or its rows were in several processes."""
+        ...
+
+
+@runtime_checkable
 class CopiesWeights(Protocol):
     """A trainer that copies its weights and writes the copy itself, as one does whose parts are in
     several processes. An engine does it for any other trainer."""

@@ -26,9 +26,10 @@ from typing import Any, Protocol
 
 import gin
 
-from areal_x.errors import UserError, at_least
+from areal_x.errors import UserError, at_least, within
 from areal_x.run.checkpoint import flush_directory
 from areal_x.run.group_bytes import decode, encode
+from areal_x.run.token_record import SHARE, TokenRecord
 from areal_x.runtime import background
 from areal_x.runtime.waits import waiting
 from areal_x.types import Episode, Group, Task
@@ -41,10 +42,13 @@ CREATE TABLE IF NOT EXISTS groups (
 );
 CREATE TABLE IF NOT EXISTS consumed (step INTEGER, place INTEGER, ticket INTEGER, PRIMARY KEY (step, place));
 CREATE INDEX IF NOT EXISTS consumed_ticket ON consumed (ticket);
+CREATE TABLE IF NOT EXISTS trained (ticket INTEGER PRIMARY KEY, step INTEGER, content BLOB);
+CREATE INDEX IF NOT EXISTS trained_step ON trained (step);
 """
 ADMIT = "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, NULL)"
 END = "UPDATE groups SET status = ?, content = ? WHERE ticket = ?"
 CONSUME = "INSERT OR REPLACE INTO consumed VALUES (?, ?, ?)"
+TRAIN = "INSERT OR REPLACE INTO trained VALUES (?, ?, ?)"
 LOCKED_SECONDS = 30.0  # for which a write waits while another program locks the file
 # A transaction costs as much as writing several groups, so entries wait this long to share one.
 GATHER_SECONDS = 0.25
@@ -60,8 +64,18 @@ class JournalConfig:
     """Steps before the newest checkpoint whose groups are kept for inspection and replay; groups
     that a resumed run needs are always kept. 0 keeps all, at 5 to 7 bytes per token."""
 
+    token_share: float = SHARE
+    """Share of the groups of which the journal also keeps what training made of each token: its
+    advantage, the trainer's log-probability and the entropy, at 8 bytes per trained token. 0 keeps
+    none."""
+
+    entropy: bool = False
+    """True makes each step compute the entropies of all trained tokens for the journal. Without it
+    they are kept where the loss needs them (`entropy_coefficient`)."""
+
     def __post_init__(self) -> None:
         at_least("journal.keep_steps", self.keep_steps, 0)
+        within("journal.token_share", self.token_share, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -171,6 +185,11 @@ class Journal:
         for place, group in enumerate(groups):
             self._append(CONSUME, (step, place, group.ticket))
 
+    def trained(self, step: int, records: Mapping[int, TokenRecord]) -> None:
+        """Records what a step made of the tokens of groups, by ticket."""
+        for ticket, record in records.items():
+            self._append(TRAIN, (ticket, step, record))
+
     def prune(self, oldest_checkpoint: int, step: int) -> None:
         """Deletes the groups older than `keep_steps` before `step` that no run resumed from the
         oldest checkpoint needs."""
@@ -184,6 +203,7 @@ class Journal:
                 (last, GIVEN_BACK, last),
             )
             self._append("DELETE FROM consumed WHERE step <= ?", (last,))
+            self._append("DELETE FROM trained WHERE step <= ?", (last,))
 
     def flush(self) -> None:
         """Returns when every entry is in the file."""
@@ -276,6 +296,7 @@ class Journal:
                 unfinished[ticket] = position
                 del finished[ticket]
         self._append("DELETE FROM consumed WHERE step > ?", (step + len(order),))
+        self._append("DELETE FROM trained WHERE step > ?", (step,))
         self.flush()
         return Resumed(
             next_position,
@@ -431,9 +452,7 @@ class Journal:
             return
         with self._writing:
             for statement, values in entries:
-                self._writing.execute(
-                    statement, [encode(x) if isinstance(x, Group) else x for x in values]
-                )
+                self._writing.execute(statement, [_stored(x) for x in values])
         if durable:
             if self._log.is_file():  # no lock is held on it that closing would release
                 with self._log.open("rb") as log:
@@ -450,6 +469,12 @@ class _Written(threading.Event):
     def __init__(self, durable: bool) -> None:
         super().__init__()
         self.durable = durable
+
+
+def _stored(x: Any) -> Any:
+    if isinstance(x, Group):
+        return encode(x)
+    return x.encode() if isinstance(x, TokenRecord) else x
 
 
 def _wanted(error: sqlite3.Error) -> str:

@@ -134,6 +134,9 @@ def judge(judge: Judge, run: str, other: str | None, group: int, search: str) ->
     judge.look("tokens")
     for button in page.locator("button[data-colour]").all():
         button.click()
+    judge.open(f"{run}/tokens/{group + 1}/0", ".t")  # of a group without a record, which says why
+    page.wait_for_selector("#lacking a")
+    judge.look("tokens-unrecorded", picture=False)
     judge.open(f"{run}/failures", "#page p")
     judge.look("failures")
     judge.open(f"{run}/settings" + (f"?with={other}" if other else ""), "#page .card")

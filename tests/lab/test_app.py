@@ -26,6 +26,7 @@ from areal_x.lab import app, main, notes
 from areal_x.lab import index as indexing
 from areal_x.lab.app import STATIC, Lab, application
 from areal_x.run.journal import FILE, Journal
+from areal_x.run.token_record import TokenRecord
 from areal_x.types import Kept, Trajectory
 from tests.conftest import environment_with
 from tests.lab.journals import FAILED, HOSTILE, LATE, answer, group, scored, write_journal, write_metrics, write_tokenizer
@@ -181,8 +182,37 @@ def test_trajectories_are_filtered_and_read_token_by_token(client):
     assert tokens["logprobs"] == pytest.approx([0, 0, -0.1, -0.2])
     assert tokens["versions"] == [-1, -1, 0, 0]
     assert (tokens["begin"], tokens["end"], tokens["length"]) == (3, 7, 21)
-    assert set(tokens["lacking"]) == {"advantage", "gap"}
-    assert not tokens.keys() & {"credit", "token_rewards", "kept", "advantages"}
+    assert set(tokens["lacking"]) == {"advantages", "trainer_logprobs", "entropies"}
+    assert "journal.token_share" in tokens["lacking"]["advantages"]
+    assert not tokens.keys() & {"credit", "token_rewards", "kept", "advantages", "trainer_logprobs", "entropies"}
+    assert "no step has trained" in read(client, "api/runs/run/groups/1/0")["lacking"]["advantages"]
+
+
+def test_what_training_made_of_tokens_is_shown_where_it_was_recorded(client, place):
+    run = place / "trained"
+    write_journal(run, [group(i, [scored("yes", 1.0), FAILED, scored("no", 0.0)]) for i in range(3)], [[2, 1]])
+    logprobs = np.arange(5, dtype=np.float32) / 7
+    record = TokenRecord(logprobs=logprobs, advantages=np.array([1, 1, 1, -1, -1], np.float32))
+    with Journal(run) as journal:
+        journal.trained(1, {1: record})
+    found = read(client, "api/runs/trained/trajectories", recorded="yes", order="oldest")
+    assert [(row["ticket"], row["episode"]) for row in found["rows"]] == [(1, 0), (1, 1), (1, 2)]
+    tokens = read(client, "api/runs/trained/groups/1/1", begin=4)
+    assert tokens["advantages"] == [None, -1.0, -1.0]
+    assert tokens["trainer_logprobs"] == [None, *logprobs[3:].tolist()]
+    assert set(tokens["lacking"]) == {"entropies"}
+    assert read(client, "api/runs/trained/groups/2/0")["lacking"].keys() == {"advantages", "trainer_logprobs", "entropies"}
+    with sqlite3.connect(run / FILE) as connection:
+        connection.execute("UPDATE trained SET content = x'05000000'")
+    connection.close()
+    assert "damaged" in read(client, "api/runs/trained/groups/1/0")["lacking"]["advantages"]
+    with sqlite3.connect(run / FILE) as connection:
+        connection.execute("DROP TABLE trained")  # as in a journal of an earlier version
+    connection.close()
+    assert "recorded for a share" in read(client, "api/runs/trained/groups/1/0")["lacking"]["advantages"]
+    (place / "trained" / ".lock").touch()
+    totals = [read(client, "api/runs/trained/trajectories", recorded="yes")["total"] for _ in range(3)]
+    assert totals[-1] == 0
 
 
 def test_every_array_that_a_trajectory_has_is_shown(client, place):

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_x.run.journal import Journal
+from areal_x.run.token_record import TokenRecord
 from tests.conftest import environment_with
 from tests.lab.journals import (
     FAILED,
@@ -44,6 +46,10 @@ def write_runs(place: Path) -> None:
             attempts = [scored(f"1 {HOSTILE} {'x' * 5000 if ticket == 3 else i}", i / 4, version=ticket) for i in range(4)]
             groups.append(group(ticket, [*attempts, FAILED, LATE], task=f"{ticket} {HOSTILE}"))
         write_journal(place / name, groups, [[2 * i, 2 * i + 1] for i in range(10)])
+        lengths = [int(t.mask.sum()) for e in groups[3].episodes for t in e.trajectories]
+        numbers = random.normal(size=sum(lengths)).astype(np.float32)
+        with Journal(place / name) as journal:
+            journal.trained(2, {3: TokenRecord(logprobs=numbers, advantages=numbers, entropies=abs(numbers))})
         write_tokenizer(place / name / "checkpoints" / "10" / "trainer")
         (place / name / "config.gin").write_text(f"train.steps = 10\ntrain.name = {name + HOSTILE!r}\n")
         shares = {"seconds": 2.0, "wait_seconds": 0.4, "update_seconds": 1.2, "publish_seconds": 0.1}

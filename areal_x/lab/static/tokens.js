@@ -9,13 +9,26 @@ const PART = 2000;
 // key, label, how a token is coloured: a number from −1 to 1, or null for none
 const COLOURS = {
   logprob: ["log-probability", (t, i) => (t.sampled(i) ? Math.min(1, -t.logprobs[i] / 4) : null), "certain", "e⁻⁴ and less", "rising"],
+  advantage: ["advantage", (t, i) => bounded(t.advantages?.[i], t.largest_advantage), "lowest", "highest", "diverging"],
+  gap: ["engine–trainer gap", (t, i) => (t.sampled(i) ? bounded(gapOf(t, i), 0.5) : null), "−½ nats", "½ nats", "diverging"],
+  entropy: ["entropy", (t, i) => bounded(t.entropies?.[i], 3), "0", "3 nats and more", "rising"],
   version: ["version", (t, i) => (t.sampled(i) ? -(t.newest - t.versions[i]) / Math.max(1, t.newest - t.oldest) : null), "oldest", "newest", "falling"],
   mask: ["trained on", (t, i) => (t.mask[i] ? 0.6 : null), "not", "trained on", "rising"],
   credit: ["credit", (t, i) => (t.credit && t.mask[i] ? Math.max(-1, Math.min(1, t.credit[i] - 1)) : null), "0", "2", "diverging"],
   token_rewards: ["token reward", (t, i) => (t.token_rewards ? Math.max(-1, Math.min(1, t.token_rewards[i] / t.largest)) : null), "lowest", "highest", "diverging"],
   kept: ["choices kept", (t, i) => (t.kept && t.kept[i] ? Math.min(1, Math.log2(t.kept[i]) / 8) : null), "1", "256", "rising"],
 };
-const LACKING = { advantage: "advantage", gap: "engine–trainer gap" };
+const NEEDS = { advantage: "advantages", gap: "trainer_logprobs", entropy: "entropies", credit: "credit", token_rewards: "token_rewards", kept: "kept" };
+const TRAINED = ["advantage", "gap", "entropy"];  // what the journal has of a share of the groups
+const ARRAYS = ["ids", "mask", "logprobs", "versions", "pieces", ...Object.values(NEEDS)];
+const bounded = (x, most) => (x === null || x === undefined ? null : Math.max(-1, Math.min(1, x / most)));
+const gapOf = (t, i) => (t.trainer_logprobs?.[i] === null || t.trainer_logprobs?.[i] === undefined ? null : t.trainer_logprobs[i] - t.logprobs[i]);
+
+// each reason once, with what it is the reason for
+function lackingText(t, missing) {
+  const of = Object.entries(Object.groupBy(missing, (key) => t.lacking[NEEDS[key]]));
+  return of.length ? `Not in the journal: ${of.map(([why, keys]) => `${keys.map((key) => COLOURS[key][0]).join(", ")} (${why})`).join("; ")}.` : "";
+}
 
 export async function tokens({ name, rest, parameters, body, signal }) {
   const [ticket, trajectory] = rest;
@@ -24,7 +37,9 @@ export async function tokens({ name, rest, parameters, body, signal }) {
   t.newest = t.newest_version; t.oldest = t.oldest_version;
   t.sampled = (i) => t.versions[i] >= 0 && t.mask[i];
   t.largest = Math.max(1e-9, ...(t.token_rewards || []).map(Math.abs));
-  const available = Object.keys(COLOURS).filter((key) => !["credit", "token_rewards", "kept"].includes(key) || t[key]);
+  t.largest_advantage = Math.max(1e-9, ...(t.advantages || []).map(Math.abs));
+  const available = Object.keys(COLOURS).filter((key) => !NEEDS[key] || t[NEEDS[key]]);
+  const missing = TRAINED.filter((key) => !available.includes(key));
   let colour = available.includes(parameters.get("colour")) ? parameters.get("colour") : "logprob", at = -1;
 
   const text = h("div", { class: "tokens", tabindex: 0, role: "textbox", "aria-readonly": "true", "aria-multiline": "true", "aria-label": "tokens; arrow keys read each" });
@@ -55,7 +70,7 @@ export async function tokens({ name, rest, parameters, body, signal }) {
   async function more() {
     const part = await get(path, { begin: t.ids.length, count: PART }, signal);
     const from = t.ids.length;
-    for (const key of ["ids", "mask", "logprobs", "versions", "credit", "token_rewards", "kept", "pieces"]) if (t[key]) t[key].push(...part[key]);
+    for (const key of ARRAYS) if (t[key]) t[key].push(...part[key]);
     add(from); paint(from); remaining();
   }
   function remaining() {
@@ -72,12 +87,13 @@ export async function tokens({ name, rest, parameters, body, signal }) {
       ["token", number(i)], ["text", said(t.pieces ? t.pieces[i] : "–")], ["id", t.ids[i]], ["trained on", t.mask[i] ? "yes" : "no"],
       ["version", t.versions[i] < 0 ? "not sampled by a policy" : number(t.versions[i])],
       sampled && ["log-probability", number(t.logprobs[i])], sampled && ["probability", number(Math.exp(t.logprobs[i]))],
+      t.advantages && t.mask[i] && ["advantage", number(t.advantages[i])], sampled && gapOf(t, i) !== null && ["trainer − engine", number(gapOf(t, i))], t.entropies && t.mask[i] && ["entropy", number(t.entropies[i])],
       t.credit && ["credit", number(t.credit[i])], t.token_rewards && ["token reward", number(t.token_rewards[i])], t.kept && ["choices kept", t.kept[i] || "all"]])));
   }
   const nothing = () => inspect.replaceChildren(h("span", { class: "quiet" }, "Point at a token, or use ← and →, to read it."));
   const buttons = h("fieldset", null, h("legend", null, "colour by"),
     available.map((key) => h("button", { type: "button", "data-colour": key, onclick: () => { colour = key; history.replaceState(null, "", link(name, "tokens", [ticket, trajectory], { colour })); paint(); } }, COLOURS[key][0])),
-    Object.entries(LACKING).map(([key, what]) => h("button", { type: "button", disabled: true, "aria-describedby": "lacking", title: t.lacking[key] }, what)));
+    missing.map((key) => h("button", { type: "button", disabled: true, "aria-describedby": "lacking", title: t.lacking[NEEDS[key]] }, COLOURS[key][0])));
   text.addEventListener("pointerover", (event) => { const i = spans.indexOf(event.target); if (i >= 0) point(i); });
   text.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
@@ -97,7 +113,7 @@ export async function tokens({ name, rest, parameters, body, signal }) {
       ...Object.entries(t.details).map(([key, value]) => [said(key), number(value)])]))),
     h("section", { class: "card" },
       h("div", { class: "controls" }, buttons, scale),
-      h("p", { class: "quiet small", id: "lacking" }, "Not in the journal: ", Object.entries(LACKING).map(([key, what], i) => `${i ? "; " : ""}${what} (${t.lacking[key]})`), ".",
+      h("p", { class: "quiet small", id: "lacking" }, lackingText(t, missing), missing.length === TRAINED.length && [" ", h("a", { href: link(name, "trajectories", [], { recorded: "yes" }) }, "Those that have them"), "."],
         t.has_images ? " The images of the prompt are not shown." : "", t.no_text ? ` Token ids are shown: ${t.no_text}.` : ""),
       text, further, inspect));
   add(0); paint(); remaining(); nothing();

@@ -7,7 +7,7 @@ import { go, link } from "./address.js";
 const PAGE = 50, MOST_FOUND = 500;
 const NUMBERS = [["reward_min", "reward from"], ["reward_max", "to"], ["step_min", "step from"], ["step_max", "to"], ["length_min", "tokens from"], ["length_max", "to"]];
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-length", "longest"], ["length", "shortest"]];
-const HELD = ["outcome", "task", "finish", "status", "error", "ticket", ...NUMBERS.map(([key]) => key)];
+const HELD = ["recorded", "outcome", "task", "finish", "status", "error", "ticket", ...NUMBERS.map(([key]) => key)];
 
 export async function trajectories({ name, parameters, body, signal }) {
   const state = Object.fromEntries([...HELD, "order", "text", "begin"].map((key) => [key, parameters.get(key) || ""]));
@@ -140,6 +140,7 @@ export async function trajectories({ name, parameters, body, signal }) {
       NUMBERS.map(([key, what]) => h("label", null, what, h("input", { type: "number", step: "any", value: state[key], oninput: changed(key, 60) }))),
       h("label", null, "end", reasons),
       select("status", [["", "any"], ["finished", "finished"], ["given back", "given back"]], "group"),
+      select("recorded", [["", "any"], ["yes", "with advantages"]], "tokens"),
       select("order", ORDERS, "order")),
     state.error === "" && state.ticket === "" ? "" : h("p", null, h("a", { href: link(name, "trajectories") }, state.error !== "" ? "Only episodes with one error are shown: show all" : "Only one group is shown: show all")),
     count, list, more);

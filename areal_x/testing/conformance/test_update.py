@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_x.hf import model_dir as files
-from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer import KeepsEntropies, Trainer
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.testing.conformance.helpers import (
     LENGTHS,
@@ -233,14 +233,20 @@ def test_the_entropy_is_that_of_the_whole_distribution(backend: str, model_dir: 
     def entropy(policy: Policy, batch: Batch) -> Any:
         return policy.entropy, {"entropy": policy.entropy}
 
-    total, values = 0.0, []
+    total, values, by_token = 0.0, [], []
     own = (packed.gather(x) for x in (batch.weights, batch.mask))
     for (trajectory, _), weight, mask in zip(each(packed, batch.weights), *own, strict=True):
         logp = Reference(model_dir).distributions(trajectory.tokens, 0.8)
         expected = np.array([0, *-(np.exp(logp) * logp).sum(-1)[:-1]])
         total += float((weight * expected)[mask].sum())
         values += expected[mask].tolist()
+        by_token.append(np.where(mask, expected, 0))
     result = trainer.update(batch, entropy)
+    if isinstance(trainer, KeepsEntropies):
+        kept = trainer.step_entropies()
+        assert kept is not None
+        for found, wanted in zip(packed.gather(kept), by_token, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
     assert result["loss"] == pytest.approx(total, rel=TOLERANCE)
     assert result["entropy"] == pytest.approx(np.mean(values), rel=TOLERANCE)
 

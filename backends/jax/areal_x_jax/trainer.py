@@ -150,7 +150,9 @@ class Trainer(HuggingFaceTrainer):
         low = self.dtype == jnp.bfloat16
         self._reads_ends = platform == "gpu" and low and named and self.mesh.size == 1
         self._steps: dict[Loss, Any] = {}
-        self._step_logp: tuple[jax.Array | None, int] = None, 0  # and the number of its rows
+        # log-probabilities and entropies of the last step, and the number of its rows
+        self._kept: tuple[jax.Array | None, jax.Array | None] = None, None
+        self._kept_rows = 0
         # Whole rows, so that a process with their first tokens has the others too.
         self._outputs = jax.jit(self.forward.outputs, out_shardings=self.whole_rows)
         self._copy = jax.jit(
@@ -189,20 +191,25 @@ class Trainer(HuggingFaceTrainer):
                 out_shardings=(self.shardings, self.moment_shardings, self.replicated, self.by_row),
             )
         trained = np.float32(whole.trained)
-        self.params, self.moments, results, logp = self._steps[loss](
+        self.params, self.moments, results, self._kept = self._steps[loss](
             self.params, self.moments, self.base, self.teacher, laid_out, count, trained
         )
-        self._step_logp = logp, len(rows.tokens)
+        self._kept_rows = len(rows.tokens)
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
         metrics = {name: float(x) for name, x in jax.device_get(results).items()}
         return {**metrics, "learning_rate": rate}
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
-        logp, rows = self._step_logp
-        if logp is None or self.mesh.is_multi_process:
+        return self._rows_of(self._kept[0])
+
+    def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
+        return self._rows_of(self._kept[1])
+
+    def _rows_of(self, x: jax.Array | None) -> Float32[np.ndarray, "rows length"] | None:
+        if x is None or self.mesh.is_multi_process:
             return None
-        return np.asarray(jax.device_get(logp)).reshape(-1, logp.shape[-1])[:rows]
+        return np.asarray(jax.device_get(x)).reshape(-1, x.shape[-1])[: self._kept_rows]
 
     def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         if self.base is None:

@@ -27,10 +27,10 @@ def update_step(
     rows: Rows,
     count: Array,
     trained: Array,
-) -> tuple[Params, Any, dict[str, Array], Array | None]:
+) -> tuple[Params, Any, dict[str, Array], tuple[Array | None, Array | None]]:
     """Takes one optimizer step over the first `count` micro-batches and returns parameters, moments,
-    metrics, and the trained tokens' log-probabilities before the step (None from a head without
-    any).
+    metrics, and what the policy was before the step at the trained tokens: their log-probabilities
+    and entropies (None for what the head does not compute).
 
     trained: masked tokens of the whole batch. A step whose loss or gradient norm is not finite
     leaves parameters and moments as they are.
@@ -48,32 +48,32 @@ def update_step(
             name: jnp.max(x) if is_max_reduced(name) else jnp.sum(x) / trained
             for name, x in masked.items()
         }
-        logp = None if policy.logp is None else jnp.where(micro.mask, policy.logp, 0)
+        kept = jax.tree.map(lambda x: jnp.where(micro.mask, x, 0), (policy.logp, policy.entropy))
         if use is None:
-            return jnp.sum(micro.weights * terms), (means, None, logp)
+            return jnp.sum(micro.weights * terms), (means, None, kept)
         imbalance = use.imbalance * jnp.sum(micro.mask) / trained
         total = jnp.sum(micro.weights * terms) + forward.config.balance * imbalance
-        return total, (means | {"expert_imbalance": imbalance}, use.load, logp)
+        return total, (means | {"expert_imbalance": imbalance}, use.load, kept)
 
     differentiate = jax.value_and_grad(objective, has_aux=True)
 
     def add(index: Array, sums: Any) -> Any:
-        (value, (metrics, load, logp)), gradient = differentiate(params, micro_batch(rows, index))
+        (value, (metrics, load, own)), gradient = differentiate(params, micro_batch(rows, index))
         (values, all_metrics, loads), gradients, kept = sums
         both = {
             name: (jnp.maximum if is_max_reduced(name) else jnp.add)(all_metrics[name], x)
             for name, x in metrics.items()
         }
-        kept = jax.tree.map(lambda all_logp, x: all_logp.at[index].set(x), kept, logp)
+        kept = jax.tree.map(lambda of_all, x: of_all.at[index].set(x), kept, own)
         loads = jax.tree.map(jnp.add, loads, load)
         return (values + value, both, loads), jax.tree.map(jnp.add, gradients, gradient), kept
 
-    (value, (metrics, load, logp)), gradient = jax.eval_shape(
+    (value, (metrics, load, own)), gradient = jax.eval_shape(
         differentiate, params, micro_batch(rows, 0)
     )
     kinds = (value, metrics, load), gradient
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
-    kept = jax.tree.map(lambda x: jnp.zeros(rows.batch.tokens.shape, x.dtype), logp)
+    kept = jax.tree.map(lambda x: jnp.zeros(rows.batch.tokens.shape, x.dtype), own)
     (value, metrics, load), gradient, kept = jax.lax.fori_loop(0, count, add, (*zeros, kept))
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(value) & jnp.isfinite(norm)

@@ -65,7 +65,7 @@ from areal_x_torch.sharding import (
 )
 from areal_x_torch.shares import MicroBatches, divide
 from areal_x_torch.tensor_split import replicated_in_tensor_group
-from areal_x_torch.update import Step, clip
+from areal_x_torch.update import Kept, Step, clip
 
 # The output of each method of a trainer, and the heads that have it.
 OUTPUTS = {"logprobs": ("logp", ("policy",)), "values": ("values", ("value", "reward"))}
@@ -158,7 +158,8 @@ class Trainer(HuggingFaceTrainer):
         if not config.frozen:
             self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
-        self._step_logp: list[Tensor | None] = []  # of each micro-batch
+        # log-probabilities and entropies of the last step, of each micro-batch
+        self._kept: list[Kept] = []
         self._step_rows = np.arange(0)
         self._step_shape = 0, 0
 
@@ -188,7 +189,7 @@ class Trainer(HuggingFaceTrainer):
         step = Step(
             loss, whole, self.forward, self.model, self.mesh, self.share, self.teacher, self.routers
         )
-        self._step_logp = step.logp
+        self._kept = step.kept
         step.add_gradients(rows)
         load = step.load_of_all()
         metrics = step.metrics(load)
@@ -214,11 +215,16 @@ class Trainer(HuggingFaceTrainer):
         return {**results, "grad_norm": norm, "learning_rate": rate, "skipped": skipped}
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
-        kept = [logp for logp in self._step_logp if logp is not None]
+        return self._rows_of([logp for logp, _ in self._kept if logp is not None])
+
+    def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
+        return self._rows_of([entropy for _, entropy in self._kept if entropy is not None])
+
+    def _rows_of(self, kept: Sequence[Tensor]) -> Float32[np.ndarray, "rows length"] | None:
         if not kept or self.mesh is not None:
             return None
         found = np.zeros(self._step_shape, np.float32)
-        found[self._step_rows] = torch.cat(kept).cpu().numpy()
+        found[self._step_rows] = torch.cat([*kept]).cpu().numpy()
         return found
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:

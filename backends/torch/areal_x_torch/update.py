@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ from areal_x_torch.sharding import (
     total_norm,
 )
 from areal_x_torch.shares import MicroBatches
+
+Kept: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 class Step:
@@ -63,7 +66,8 @@ class Step:
         zero = partial(torch.zeros, (), device=self.device)
         self.sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         self.largest: dict[str, Tensor] = defaultdict(zero)
-        self.logp: list[Tensor | None] = []  # of each micro-batch, of this process's rows
+        # log-probabilities and entropies of each micro-batch, of this process's rows
+        self.kept: list[Kept] = []
         self.load: dict[int, Tensor] = {}  # of each layer with experts, see `experts.Tally`
 
     def add_gradients(self, rows: Batch) -> None:
@@ -76,10 +80,10 @@ class Step:
             if self.mesh is None:  # others would wait in a collective
                 raise_if_interrupted()
             passes = self.forward.passes(packed, self.whole.passes[index])
-            total, logp = self._loss(packed, passes, index)
+            total, kept = self._loss(packed, passes, index)
             if total.requires_grad:
                 total.backward()
-            self.logp.append(logp)
+            self.kept.append(kept)
 
     def load_of_all(self) -> dict[int, Tensor]:
         """Returns the load of each of this process's layers with experts, over all processes; none
@@ -111,9 +115,9 @@ class Step:
         passes: Sequence[FlatRow],
         index: int,
         last: tuple[Chunk, States | None] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the loss of this process's rows of one micro-batch and their log-probabilities, if
-        any; adds their metrics to this step's. index: of the micro-batch. last: see
+    ) -> tuple[Tensor, Kept]:
+        """Returns the loss of this process's rows of one micro-batch, and their log-probabilities and
+        entropies, if computed; adds their metrics to this step's. index: of the micro-batch. last: see
         `Forward.policy`."""
         tokens = self.whole.step_trained
         # No loss reads the kept tokens, of which there may be many.
@@ -136,7 +140,8 @@ class Step:
                 self.largest[name] = torch.maximum(self.largest[name], x.max())
             else:
                 self.largest[name] = self.largest[name]  # every process has the same names
-        return total, None if policy.logp is None else policy.logp.detach()
+        logp, entropy = (None if x is None else x.detach() for x in (policy.logp, policy.entropy))
+        return total, (logp, entropy)
 
     def _tally(self, chunk: Chunk | None) -> experts.Tally | None:
         """Returns the counts of this model's routers, or a chunk's, of which there are none yet; None
