@@ -372,7 +372,8 @@ class Index:
         except sqlite3.OperationalError:  # a journal of an earlier version, without the table
             return
         for step, ticket in found:
-            if (number := self.number_of(ticket)) != NONE:
+            number = self.number_of(ticket)
+            if number != NONE and self.groups.column("step")[number] == step:
                 self.groups.column("recorded")[number] = 1
                 self._recorded = step
         self.changes += bool(found)

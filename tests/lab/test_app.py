@@ -195,6 +195,7 @@ def test_what_training_made_of_tokens_is_shown_where_it_was_recorded(client, pla
     record = TokenRecord(logprobs=logprobs, advantages=np.array([1, 1, 1, -1, -1], np.float32))
     with Journal(run) as journal:
         journal.trained(1, {1: record})
+        journal.trained(7, {2: record})  # of a step that a resumed run took again
     found = read(client, "api/runs/trained/trajectories", recorded="yes", order="oldest")
     assert [(row["ticket"], row["episode"]) for row in found["rows"]] == [(1, 0), (1, 1), (1, 2)]
     tokens = read(client, "api/runs/trained/groups/1/1", begin=4)

@@ -153,8 +153,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: the loss is averaged over micro-batches",
-            "            return jnp.sum(micro.weights * terms), (means, None, logp)",
-            "            return jnp.sum(micro.weights * terms) / count, (means, None, logp)",
+            "            return jnp.sum(micro.weights * terms), (means, None, kept)",
+            "            return jnp.sum(micro.weights * terms) / count, (means, None, kept)",
         ),
         (
             "JAX: a step whose gradient is not finite is taken",
