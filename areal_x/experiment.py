@@ -24,7 +24,7 @@ import gin
 import numpy as np
 
 from areal_x.algorithms import mismatch
-from areal_x.batching.batch import Models, complete, make_batches, make_packed_batches
+from areal_x.batching.batch import Models, complete, fill_batches, make_batches, pack_minibatches
 from areal_x.build import Factory, Message
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
@@ -158,14 +158,18 @@ class Experiment(Factory):
                 groups = rollout.take()
                 clock.waited()
                 with waiting("the run", f"the trainer's step {step}"):
-                    batches, packed = make_packed_batches(
+                    packed = pack_minibatches(
                         groups,
                         algorithm=self.algorithm,
                         row_length=self.row_length,
-                        models=models,
-                        version=step - 1,
                         minibatches=self.minibatches,
                         share_prompts=self.share_prompts,
+                    )
+                    batches = fill_batches(
+                        packed,
+                        algorithm=self.algorithm,
+                        models=models,
+                        version=step - 1,
                         own_pass=self.own_pass,
                     )
                     clock.prepared()

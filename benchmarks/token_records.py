@@ -34,7 +34,7 @@ from truncation import VOCABULARY
 from update import CONFIG, ROW_LENGTH, draw_sequences, write_random
 
 from areal_x.algorithms.recipes import grpo
-from areal_x.batching.batch import Models, complete, make_packed_batches
+from areal_x.batching.batch import Models, complete, fill_batches, pack_minibatches
 from areal_x.build import Parts
 from areal_x.monitor.token_records import token_records
 from areal_x.protocols.backends import create_trainer
@@ -159,7 +159,8 @@ def stepper(backend: str, sequences: int, folder: Path, entropy: bool) -> tuple[
 
     def step() -> Any:
         of_step = [replace(group, ticket=next(tickets)) for group in groups]
-        batches, parts = make_packed_batches(of_step, algorithm, ROW_LENGTH, Models(trainer), version=1)
+        parts = pack_minibatches(of_step, algorithm, ROW_LENGTH)
+        batches = fill_batches(parts, algorithm, Models(trainer), version=1)
         for batch in batches:
             trainer.update(batch, loss)
         return complete(batches, algorithm, trainer), parts

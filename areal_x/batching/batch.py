@@ -120,60 +120,65 @@ def make_batches(
     share_prompts: bool = False,
     own_pass: bool = False,
 ) -> list[Batch]:
-    """Does `make_packed_batches`, for those who need the batches alone."""
-    batches, _ = make_packed_batches(
-        groups,
-        algorithm=algorithm,
-        row_length=row_length,
-        models=models,
-        version=version,
-        minibatches=minibatches,
-        share_prompts=share_prompts,
-        own_pass=own_pass,
-    )
-    return batches
-
-
-def make_packed_batches(
-    groups: Sequence[Group],
-    algorithm: Algorithm,
-    row_length: int,
-    models: Models,
-    version: int = 0,
-    minibatches: int = 1,
-    share_prompts: bool = False,
-    own_pass: bool = False,
-) -> tuple[list[Batch], list[Minibatch]]:
     """Turns groups into one batch of rows `[rows, row_length]` for each of `minibatches` optimizer
-    steps, and returns the places of their trajectories too.
+    steps: `pack_minibatches`, then `fill_batches`.
 
     A group is in one of the batches. Advantages are computed over all groups together; weights and
     corrections over each optimizer step alone.
 
-    version: of the policy about to be trained. share_prompts: the common prefix of a group's
-    trajectories is stored once a row, beside as many of them as the row holds. own_pass: proximal
-    log-probabilities and corrections are left to `Algorithm.step_loss(own_pass=True)`, which computes
-    them from the step's own forward pass; only where `Algorithm.uses_own_pass`.
+    version, own_pass: see `fill_batches`. share_prompts: see `pack_minibatches`.
 
     Raises: UserError for a trajectory longer than a row, or an episode that is not a pair if the
     algorithm compares pairs.
     """
+    parts = pack_minibatches(groups, algorithm, row_length, minibatches, share_prompts)
+    return fill_batches(parts, algorithm, models, version, own_pass)
+
+
+def pack_minibatches(
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    row_length: int,
+    minibatches: int = 1,
+    share_prompts: bool = False,
+) -> list[Minibatch]:
+    """Divides groups among optimizer steps, and packs those of each into rows.
+
+    share_prompts: the common prefix of a group's trajectories is stored once a row, beside as many
+    of them as the row holds.
+
+    Raises: as `make_batches`.
+    """
     together = 2 if algorithm.pairs else 1
-    parts = [
+    return [
         pack_groups(groups[i::minibatches], row_length, together, share_prompts)
         for i in range(minibatches)
     ]
+
+
+def fill_batches(
+    parts: Sequence[Minibatch],
+    algorithm: Algorithm,
+    models: Models,
+    version: int = 0,
+    own_pass: bool = False,
+) -> list[Batch]:
+    """Returns the batches of packed trajectories with all that the algorithm needs.
+
+    version: of the policy about to be trained. own_pass: proximal log-probabilities and corrections
+    are left to `Algorithm.step_loss(own_pass=True)`, which computes them from the step's own forward
+    pass; only where `Algorithm.uses_own_pass`.
+    """
     batches = [
         add_model_outputs(part.packed.batch, algorithm, models, version, own_pass) for part in parts
     ]
     if algorithm.advantages is not None:
         batches = add_advantages(batches, parts, algorithm)
         batches = [apply_credit(batch, part) for batch, part in zip(batches, parts, strict=True)]
-    weighted = [
+    return [
         add_weights(batch, part, algorithm, corrected=not own_pass)
         for batch, part in zip(batches, parts, strict=True)
     ]
-    return weighted, parts
 
 
 def pack_groups(
