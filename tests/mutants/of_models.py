@@ -253,7 +253,11 @@ MUTANTS: list[Mutant] = [
     *planted(
         JAX + "architecture.py",
         ("tests/jax/test_pipeline.py",),
-        ("JAX: stages have neighbouring groups", "key=lambda layer: (layer // each % stages, layer)", "key=lambda layer: layer"),
+        (
+            "JAX: stages have neighbouring groups",
+            "key=lambda layer: (layer // each % stages, layer)",
+            "key=lambda layer: layer",
+        ),
     ),
     *planted(
         JAX + "lora.py",
