@@ -234,6 +234,10 @@ SEEING_TILES = {
     ),
 }
 
+# Of each family that takes images as no other does one model, and others.
+FIRST_SEEING = ["mistral3_vl", "gemma4_vl", "gemma4_unified_vl", "llama4_vl"]
+MORE_SEEING = [name for name in SEEING_ROWS | SEEING_PLACED | SEEING_TILES if name not in FIRST_SEEING]
+
 # Several images in a sequence, ragged windows, two frames, none at all.
 PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
     (3, (1, 4, 6), 2, (2, 4, 4), 1),

@@ -20,14 +20,14 @@ from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, Train
 from areal_x.types import Trajectory
 from areal_x_torch import model
 from tests.models import (
+    FIRST_SEEING,
     IMAGE,
+    MORE_SEEING,
     PROMPTS,
     SEEING,
     SEEING_HYBRIDS,
     SEEING_PLACED,
-    SEEING_ROWS,
     SEEING_SQUARES,
-    SEEING_TILES,
     reference_model,
     seen_logits,
     shown_to,
@@ -35,6 +35,7 @@ from tests.models import (
     with_images,
     write_config,
 )
+from tests.thorough import further
 
 ROW = 64
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, clip_norm=0)
@@ -61,8 +62,9 @@ def logps_of(of, made):
 
 @pytest.mark.parametrize(
     ("name", "image_like"),
-    [*((name, False) for name in SEEING | SEEING_HYBRIDS | SEEING_SQUARES | SEEING_ROWS | SEEING_PLACED | SEEING_TILES)]
-    + [(name, True) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3_vl-untied", "mistral3_vl", "gemma4_vl-whole")],
+    [*((name, False) for name in [*SEEING, *SEEING_HYBRIDS, *SEEING_SQUARES, *FIRST_SEEING])]
+    + [(name, True) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3_vl-untied", "gemma4_vl-whole")]
+    + further(("mistral3_vl", True), *((name, False) for name in MORE_SEEING)),
 )
 def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(model_dir_of, name, image_like):
     made = shown_to(model_dir_of(name), image_like=image_like)
@@ -75,7 +77,7 @@ def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(mode
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES, *SEEING_ROWS, *SEEING_PLACED, *SEEING_TILES]
+    "name", ["qwen2_5_vl", "qwen3_vl", *SEEING_HYBRIDS, *SEEING_SQUARES, *FIRST_SEEING, *further(*MORE_SEEING)]
 )
 def test_gradients_are_those_of_each_sequence_alone(model_dir_of, name):
     made = shown_to(model_dir_of(name), image_like=False)

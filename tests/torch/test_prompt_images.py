@@ -22,7 +22,8 @@ from areal_x.testing.conformance.helpers import sample_to_end
 from areal_x.types import Images, Trajectory
 from areal_x_torch import prefill, prompt_images
 from areal_x_torch.images import features_of
-from tests.models import IMAGE, SEEING_PLACED, SEEING_ROWS, SEEING_SQUARES, SEEING_TILES, shown_to
+from tests.models import FIRST_SEEING, IMAGE, MORE_SEEING, SEEING_SQUARES, shown_to
+from tests.thorough import further
 
 CONTEXT, ANSWER = 64, 24
 
@@ -53,14 +54,11 @@ def drawn(trainer: Trainer, requests: list[Request], slots: int) -> list[Complet
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen2_5_vl",
-        "qwen2_5_vl-yarn",
-        "qwen3_vl",
-        "qwen3_vl-tied",
+        *("qwen2_5_vl", "qwen2_5_vl-yarn", "qwen3_vl", "qwen3_vl-tied"),
         *SEEING_SQUARES,
-        *SEEING_ROWS,
-        *SEEING_PLACED,
-        *SEEING_TILES,
+        "gemma4_vl-whole",
+        *FIRST_SEEING,
+        *further(*(name for name in MORE_SEEING if name != "gemma4_vl-whole")),
     ],
 )
 @pytest.mark.parametrize("chunk", [512, 7])
