@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from areal_x.hf.tokenizer import load_tokenizer as load_tokenizer
     from areal_x.monitor.plot import plot as plot
     from areal_x.monitor.timeline_plot import plot_timeline as plot_timeline
+    from areal_x.monitor.trackers import TrackingConfig as TrackingConfig
     from areal_x.monitor.trajectories import show_trajectory as show_trajectory
     from areal_x.monitor.trajectories import show_turn as show_turn
     from areal_x.monitor.trajectories import trained as trained
@@ -148,6 +149,7 @@ _NAMES = {
     "areal_x.hf.tokenizer": "load_tokenizer",
     "areal_x.monitor.plot": "plot",
     "areal_x.monitor.timeline_plot": "plot_timeline",
+    "areal_x.monitor.trackers": "TrackingConfig",
     "areal_x.monitor.trajectories": "show_trajectory show_turn trained",
 }
 

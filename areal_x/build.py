@@ -150,7 +150,8 @@ class Factory(ModelFactory):
                 )
             )
             starting = (
-                trackers.start(name, run, self.project, read_settings(run)) for name in self.loggers
+                trackers.start(name, run, self.project, read_settings(run), self.tracking)
+                for name in self.loggers
             )
             metrics = stack.enter_context(
                 MetricsWriter(run, starting, resumed_at=start.step if resume else None)

@@ -21,7 +21,7 @@ from areal_x.engines.sglang.config import check_run as check_sglang_run
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
-from areal_x.monitor.trackers import PROJECT, check_loggers
+from areal_x.monitor.trackers import PROJECT, TrackingConfig, check_loggers
 from areal_x.protocols.backends import find_backend
 from areal_x.protocols.speculation import Speculation
 from areal_x.protocols.trainer_config import CriticConfig, TrainerConfig
@@ -162,10 +162,13 @@ class Settings:
     """Folder that holds the runs."""
 
     loggers: tuple[str, ...] = ()
-    """"wandb" and "trackio", in addition to metrics.jsonl and TensorBoard (always written)."""
+    """"wandb", "swanlab" and "trackio", in addition to metrics.jsonl and TensorBoard (always written)."""
 
     project: str = PROJECT
     """Project in which the loggers show the run."""
+
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """How the loggers show the run."""
 
     serving: bool = False
     """True if the model is served instead of trained (set by `areal-x serve`): any distribution may
@@ -176,6 +179,7 @@ class Settings:
         one_of("train.engine", self.engine, ENGINES)
         check_cluster(self.cluster, self.trainer.mesh.processes)
         check_loggers(self.loggers)
+        self.tracking.check(self.loggers)
         sizes = (
             "steps",
             "groups_per_step",

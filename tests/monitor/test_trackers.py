@@ -1,4 +1,5 @@
-"""The calls of trackers, by the files of real wandb; trackio is a stand-in, as its packages conflict with vLLM's."""
+"""The calls of trackers, by the files of real wandb and, where it is installed, SwanLab; trackio is a stand-in, as its packages
+conflict with vLLM's."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 
 from areal_x.config.writer import read_settings
-from areal_x.errors import UserError
+from areal_x.errors import ConfigError, UserError
 from areal_x.monitor import metrics, trackers
 from areal_x.monitor.metrics import MetricsWriter
+from areal_x.monitor.trackers import TrackingConfig
 from tests.experiments import tiny_experiment
 
 SETTINGS = {"train.steps": 3, "grpo.loss": "@soft_clip"}
@@ -26,10 +28,11 @@ WRITE = """
 import json, sys
 from pathlib import Path
 from areal_x.monitor.metrics import MetricsWriter
-from areal_x.monitor.trackers import start
+from areal_x.monitor.trackers import TrackingConfig, start
+LOGGER, TRACKING = sys.argv[2], TrackingConfig(**json.loads(sys.argv[3]))
 for directory, resumed, steps in json.loads(sys.argv[1]):
     run = Path(directory)
-    tracker = start("wandb", run, "additions", {"train.steps": 3, "grpo.loss": "@soft_clip"})
+    tracker = start(LOGGER, run, "additions", {"train.steps": 3, "grpo.loss": "@soft_clip"}, TRACKING)
     with MetricsWriter(run, [tracker], resumed) as writer:
         for step in steps:
             writer.write({"step": step, "reward": step / 2, "accuracy": None})
@@ -68,6 +71,13 @@ def shown(file: Path) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
     return run, {c.key: json.loads(c.value_json) for c in run.config.update if not c.key.startswith("_")}, kept
 
 
+def write(tmp_path: Path, logger: str, work: list[tuple[str, int | None, list[int]]], **tracking: Any) -> None:
+    """Logs steps of runs, each from the step it is resumed at, in a process of its own without a network."""
+    offline = {**os.environ, "WANDB_SILENT": "true", "HOME": str(tmp_path), "WANDB_MODE": "offline"}
+    command = [sys.executable, "-c", WRITE, json.dumps(work), logger, json.dumps(tracking)]
+    subprocess.run(command, env=offline, check=True, cwd=Path(__file__).parents[2])
+
+
 def test_wandb_shows_settings_and_rows_and_goes_on_with_a_resumed_run_alone(tmp_path: Path) -> None:
     """Two machines each have a run x-1; the first's is resumed from its second step."""
     pytest.importorskip("wandb")
@@ -75,8 +85,7 @@ def test_wandb_shows_settings_and_rows_and_goes_on_with_a_resumed_run_alone(tmp_
     for run in (here, there):
         run.mkdir(parents=True)
     work = [(str(here), None, [1, 2, 3]), (str(here), 2, [3, 4]), (str(there), None, [1])]
-    offline = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", WRITE, json.dumps(work)], env=offline, check=True, cwd=Path(__file__).parents[2])
+    write(tmp_path, "wandb", work)
     first, again = sorted(here.rglob("*.wandb"))
     (other,) = there.rglob("*.wandb")
     run, settings, rows = shown(first)
@@ -87,6 +96,66 @@ def test_wandb_shows_settings_and_rows_and_goes_on_with_a_resumed_run_alone(tmp_
     assert rows == [{"step": step, "reward": step / 2} for step in (3, 4)]  # none refused, though 3 was there before
     assert shown(other)[0].run_id != run.run_id
     assert {run.run_id, shown(other)[0].run_id} == {(at / trackers.ID).read_text() for at in (here, there)}
+
+
+def test_wandb_gets_entity_group_tags_and_the_runs_files_and_model(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = tmp_path / "runs" / "x-1"
+    model = run / "checkpoints" / "7" / "trainer"
+    model.mkdir(parents=True)
+    for file in ("model.safetensors", "config.json", "optimizer.bin"):
+        (model / file).write_text(file)
+    (run / "config.gin").write_text("train.steps = 3")
+    given = {"entity": "us", "group": "ablations", "tags": ["first", "short"], "mode": "offline"}
+    write(tmp_path, "wandb", [(str(run), None, [1])], **given, artifacts=["files", "model"])
+    (file,) = run.rglob("*.wandb")
+    shows, _, rows = shown(file)
+    assert (shows.entity, shows.run_group, list(shows.tags)) == ("us", "ablations", ["first", "short"])
+    assert rows == [{"step": 1, "reward": 0.5}]
+    stored = [r.artifact for r in records(file) if r.WhichOneof("record_type") == "artifact"]
+    files = {a.type: sorted(c.path for c in a.manifest.contents) for a in stored}
+    assert files == {"files": ["config.gin", "metrics.jsonl"], "model": ["config.json", "model.safetensors"]}
+    assert json.loads(next(a.metadata for a in stored if a.type == "model")) == {"step": 7}
+
+
+def test_swanlab_keeps_settings_and_rows_of_a_run_offline(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    run = tmp_path / "x-1"
+    run.mkdir()
+    write(tmp_path, "swanlab", [(str(run), None, [1, 2]), (str(run), 1, [2, 3])], mode="offline", tags=["short"], group="g")
+    files = list((run / "swanlog").rglob("*.swanlab"))
+    assert len(files) == 2
+    assert all((run / trackers.ID).read_text().encode() in file.read_bytes() for file in files)
+    assert "@soft_clip" in next((run / "swanlog").rglob("config.yaml")).read_text()
+
+
+def test_swanlab_gets_the_workspace_and_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+    run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append("finished"))
+    package = types.ModuleType("swanlab")
+    package.init = lambda **given: logged.append(given) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "swanlab", package)
+    tracking = TrackingConfig(entity="us", tags=("a",), mode="offline")
+    with MetricsWriter(tmp_path, [trackers.start("swanlab", tmp_path, "additions", SETTINGS, tracking)]) as writer:
+        writer.write({"step": 4, "reward": 0.5, "accuracy": None})
+    begun, *rows = logged
+    assert rows == [(4, {"reward": 0.5}), "finished"]
+    assert begun == begun | {"project": "additions", "workspace": "us", "tags": ["a"], "mode": "offline", "config": SETTINGS}
+
+
+@pytest.mark.parametrize(
+    "tracking, loggers, why",
+    [
+        (TrackingConfig(entity="us"), (), "'wandb' or 'swanlab'"),
+        (TrackingConfig(mode="offline"), ("trackio",), "tracking.mode = 'offline' cannot work: it must be left out, or"),
+        (TrackingConfig(artifacts=("model",)), ("swanlab",), "must have 'wandb'"),
+        (TrackingConfig(artifacts=("models",)), ("wandb",), "did you mean 'model'"),
+        (TrackingConfig(mode="of-line"), ("wandb",), "did you mean 'offline'"),
+    ],
+)
+def test_a_setting_that_no_logger_reads_is_refused(tracking: TrackingConfig, loggers: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        tracking.check(loggers)
 
 
 def test_trackio_gets_each_row_under_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
