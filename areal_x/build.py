@@ -27,6 +27,7 @@ from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.models import ModelFactory
 from areal_x.monitor import trackers
 from areal_x.monitor.metrics import MetricsWriter
+from areal_x.monitor.profiler import Profiler
 from areal_x.monitor.step_recorder import StepRecorder
 from areal_x.monitor.token_records import token_records
 from areal_x.protocols.engine import Engine
@@ -163,7 +164,10 @@ class Factory(ModelFactory):
             if sharded is not None:
                 spans.sources.append(sharded.engine.spans)
             threads = stack.enter_context(self.create_threads(models.policy))
-            recorder = StepRecorder(rollout.stats, spans, threads, self.share_prompts)
+            profiler = stack.enter_context(
+                Profiler(run, self.profile_steps, self.backend, models.policy, message)
+            )
+            recorder = StepRecorder(rollout.stats, spans, threads, self.share_prompts, profiler)
             stack.enter_context(watching(message, run / "logs", lambda: recorder.step_seconds))
             stack.enter_context(short_collections())
             rollout.start(self.resumed(start, journal) if resume else None)

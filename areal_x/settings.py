@@ -21,6 +21,7 @@ from areal_x.engines.sglang.config import check_run as check_sglang_run
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
+from areal_x.monitor.profiler import check_steps
 from areal_x.monitor.trackers import PROJECT, TrackingConfig, check_loggers
 from areal_x.protocols.backends import find_backend
 from areal_x.protocols.speculation import Speculation
@@ -152,6 +153,10 @@ class Settings:
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep."""
 
+    profile_steps: tuple[int, ...] = ()
+    """Steps that the framework's profiler records, in all processes that train, into the run's
+    directory (docs/monitoring.md)."""
+
     seed: int = 0
     """Seed of the order of tasks and of sampling."""
 
@@ -193,6 +198,7 @@ class Settings:
             positive(f"train.{name}", getattr(self, name))
         for name in ("max_staleness", "evaluate_every", "checkpoint_every"):
             at_least(f"train.{name}", getattr(self, name), 0)
+        check_steps(self.profile_steps, self.steps, self.backend)
         within("train.minibatches", self.minibatches, 1, self.groups_per_step)
         if self.longest_prompt is not None:
             within("train.longest_prompt", self.longest_prompt, 1, self.row_length)

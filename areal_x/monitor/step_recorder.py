@@ -7,6 +7,7 @@ from pathlib import Path
 
 from areal_x.batching.batch import staleness
 from areal_x.errors import UserError
+from areal_x.monitor.profiler import Profiler
 from areal_x.monitor.step_metrics import (
     Stopwatch,
     describe_groups,
@@ -26,8 +27,8 @@ class StepRecorder:
     """Times the phases of a run's steps, and makes a row of metrics of each.
 
     stats: returns the rollout's counts so far. spans: the timeline's records. threads: chooses the
-    number of threads that compute a step. step_seconds: duration of the last step, 0 before the
-    first.
+    number of threads that compute a step. profiler: profiles some steps. step_seconds: duration of
+    the last step, 0 before the first.
     """
 
     def __init__(
@@ -36,15 +37,17 @@ class StepRecorder:
         spans: timeline.Recorder,
         threads: cores.Threads,
         share_prompts: bool,
+        profiler: Profiler,
     ) -> None:
         self.step_seconds = 0.0
         self._stats, self._spans, self._threads = stats, spans, threads
-        self._share_prompts = share_prompts
+        self._share_prompts, self._profiler = share_prompts, profiler
         self._skipped = 0  # steps in a row
 
     def begin(self, step: int) -> None:
         """Starts the clock of a step."""
         self._step = step
+        self._profiler.begin(step)
         self._watch = Stopwatch(step)
         self._before = self._stats()
 
@@ -66,6 +69,7 @@ class StepRecorder:
         """The engine has the new weights; the step is over."""
         self._watch.lap("publish_seconds")
         self.step_seconds = self._watch.total
+        self._profiler.end()
 
     def row(
         self,
