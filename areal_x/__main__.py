@@ -23,7 +23,9 @@ SUBCOMMANDS = {
     "lab": "look at runs in a browser: metrics, trajectories, failures",
     "top": "watch a run in a terminal: where it is, and where its time goes",
     "report": "write a run's page to one file, to send to somebody",
+    "convert": "write another framework's settings as a gin file",
     "export": "write a checkpoint as a plain Hugging Face model",
+    "push": "upload a run's model to a Hugging Face hub",
     "example": "copy an example out of the package",
 }
 FAILED = 1

@@ -22,7 +22,7 @@ from areal_x.engines.sampling_checks import may_truncate
 from areal_x.engines.sglang.installed import installed
 from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.errors import UserError
-from areal_x.hf.model_dir import resolve
+from areal_x.hf.model_dir import resolve, write_whole
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.models import ModelFactory
 from areal_x.monitor import trackers
@@ -43,7 +43,7 @@ from areal_x.runtime import cores, timeline
 from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.loop import short_collections
 from areal_x.runtime.shared_folder import marked
-from areal_x.runtime.waits import watching
+from areal_x.runtime.waits import waiting, watching
 from areal_x.tasks.screening import scan_dataset
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Batch, Loss
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from areal_x.engines.fleet.server import Starter
     from areal_x.shards.on_ray import Sharded
 
+EXPORTS = "exports"
 Message = Callable[[str], None]
 C = TypeVar("C", bound=FleetConfig)
 
@@ -72,6 +73,12 @@ class Parts:
     saver: checkpoint.Saver
     stream_identity: dict[str, Any]
     token_share: float
+
+    source: Path
+    """The model that the run began with, whose config and tokenizer exports copy."""
+
+    head: str
+    """The policy's head."""
 
     def record(self, row: Mapping[str, float]) -> None:
         """Writes a step's metrics and, now and then, the timeline."""
@@ -94,6 +101,23 @@ class Parts:
             self.saver.save(step, self.models.save, state)
             self.journal.prune(min(checkpoint.steps(self.run), default=0), step)
         self.spans.write(self.run)
+
+    def export(self, step: int) -> None:
+        """Writes the policy as a plain Hugging Face model, with adapters merged into it.
+
+        Raises: UserError if the disk is full.
+        """
+        directory = self.run / EXPORTS / str(step)
+        span = timeline.span("checkpoint", step=step)
+        with span, waiting("the run", f"the export of step {step} to be written"):
+            try:
+                write_whole(directory, self.source, self.models.policy.weights(), head=self.head)
+            except Exception as error:
+                if not checkpoint.is_disk_full(error):
+                    raise
+                raise UserError(
+                    f"the disk of {directory} is full: make room and continue with --resume"
+                ) from error
 
 
 class Factory(ModelFactory):
@@ -184,6 +208,8 @@ class Factory(ModelFactory):
                 saver=saver,
                 stream_identity=resuming.stream_identity(self.dataset, self.seed),
                 token_share=self.journal.token_share,
+                source=directory,
+                head=self.algorithm.head,
             )
 
     def resumed(self, start: resuming.Start, journal: Journal) -> Resumed | None:

@@ -188,6 +188,8 @@ class Experiment(Factory):
                 parts.record_tokens(step, completed, packed)
                 if self.is_due(self.checkpoint_every, step):
                     parts.save(step)
+                if self.export_every and self.is_due(self.export_every, step):
+                    parts.export(step)
                 yield Turn(row, groups, completed)
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:

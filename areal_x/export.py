@@ -11,7 +11,6 @@ where it was; the optimizer's state is left out.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,14 +53,7 @@ def export(source: Path, directory: Path) -> None:
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not overwritten: choose another directory")
     model_dir.check_portable(source)
-    directory = directory.absolute()
-    unfinished = directory.with_name(f".{directory.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        model_dir.write_model(unfinished, files_of(source), tensors_of(source))
-        unfinished.rename(directory)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    model_dir.write_whole(directory, files_of(source), tensors_of(source))
 
 
 def files_of(source: Path) -> Path:

@@ -153,6 +153,10 @@ class Settings:
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep."""
 
+    export_every: int = 0
+    """Steps between exports of the model alone, without the optimizer's state, into exports/<step>
+    of the run's directory, where all are kept; 0 exports none."""
+
     profile_steps: tuple[int, ...] = ()
     """Steps that the framework's profiler records, in all processes that train, into the run's
     directory (docs/monitoring.md)."""
@@ -196,7 +200,7 @@ class Settings:
         )
         for name in (*sizes, "keep_checkpoints"):
             positive(f"train.{name}", getattr(self, name))
-        for name in ("max_staleness", "evaluate_every", "checkpoint_every"):
+        for name in ("max_staleness", "evaluate_every", "checkpoint_every", "export_every"):
             at_least(f"train.{name}", getattr(self, name), 0)
         check_steps(self.profile_steps, self.steps, self.backend)
         within("train.minibatches", self.minibatches, 1, self.groups_per_step)

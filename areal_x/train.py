@@ -5,6 +5,7 @@
     python -m areal_x.train examples/arithmetic/grpo.gin --dry-run
     python -m areal_x.train examples/arithmetic/grpo.gin --resume
     python -m areal_x.train examples/arithmetic/grpo.gin --resume=auto
+    python -m areal_x.train examples/arithmetic/grpo.gin --retries 3
 
 With train.cluster = 'ray' the model is trained in processes of a Ray cluster, that of RAY_ADDRESS or
 one on this machine, which this command starts (docs/cluster.md).
@@ -12,8 +13,9 @@ one on this machine, which this command starts (docs/cluster.md).
 -b binds one parameter and wins over the file; text needs quotes. --resume continues train.name, or
 the newest run of this file that has a checkpoint. --resume=auto is for commands that are restarted
 automatically (Slurm's requeue, a Kubernetes job): it continues train.name, or the run with
-this file's name, starts it if there is none, and does nothing if it has finished. --dry-run builds
-everything, starts nothing and prints the operative config.
+this file's name, starts it if there is none, and does nothing if it has finished. --retries N runs
+the training in a process of its own and restarts it after a crash, N times at most, from the newest
+checkpoint. --dry-run builds everything, starts nothing and prints the operative config.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early, check_experiment
 from areal_x.config.writer import gin_file_of
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
-from areal_x.run import checkpoint, resuming, run_dir
+from areal_x.run import checkpoint, resuming, retries, run_dir
 from areal_x.runtime import interrupts, open_files
 from areal_x.runtime.command import command_of, in_this_form, quote
 
@@ -47,14 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.help_config:
         return with_config(options.file, options.bindings, show_settings, complete=False)
 
-    def work(config: Config) -> None:
+    def work(config: Config) -> int | None:
         if options.dry_run:
             experiment = gin.get_configurable("train")()
             experiment.plan()
             print(gin_file_of(experiment))
         else:
             slurm.check_tasks(os.environ)
+            if options.retries:
+                return retry(config, options)
             run_named(config, options)
+        return None
 
     return with_config(options.file, options.bindings, work)
 
@@ -103,6 +108,29 @@ def with_config(
 def show_settings(config: Config) -> None:
     """Prints what the file may set."""
     print(help_text(config))
+
+
+def retry(config: Config, options: argparse.Namespace) -> int:
+    """Runs this command without --retries in a process of its own, and again after each crash.
+    Returns the exit status."""
+    runs, stem = Path(config.value("train.runs")), run_dir.run_stem(options.file)
+    bindings = list(options.bindings)
+    if config.is_bound("train.name"):
+        name = config.value("train.name")
+    elif options.resume == resuming.AUTO:
+        name = stem
+    else:  # chosen once, so that each attempt continues the same run
+        name = (run_dir.newest_name if options.resume else run_dir.claim_name)(runs, stem)
+    if not options.resume:
+        resuming.check_name(runs, name, resume=False)
+    command = [sys.executable, "-m", "areal_x.train", str(options.file), "--resume=auto"]
+    for binding in (*bindings, f"train.name = {name!r}"):
+        command += ["-b", binding]
+    try:
+        return retries.run_with_retries(command, runs / name, options.retries, print)
+    finally:
+        if (runs / name).is_dir() and not any((runs / name).iterdir()):  # claimed, and never begun
+            (runs / name).rmdir()
 
 
 def run_named(config: Config, options: argparse.Namespace) -> None:
@@ -176,6 +204,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--resume=auto", dest="resume", action="store_const", const=resuming.AUTO, help=auto
     )
     parser.add_argument(
+        "--retries",
+        metavar="N",
+        type=int,
+        default=0,
+        help="restart the run after a crash, from its newest checkpoint, N times at most",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="build everything, start nothing, print the operative config",
@@ -185,7 +220,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="print what the file may set: types, defaults, its own values, descriptions",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.retries < 0:
+        parser.error(f"--retries {options.retries} must be at least 0")
+    return options
 
 
 def fail(error: BaseException) -> int:

@@ -14,8 +14,9 @@ from ml_dtypes import bfloat16
 from areal_x import export
 from areal_x.errors import UserError
 from areal_x.hf import adapters, model_dir
-from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.run import checkpoint
+from tests.experiments import tiny_experiment
 from tests.optimizer_moments import write_adamw_state
 
 CONFIG = LoRAConfig(rank=2, alpha=6.0, targets=("q_proj",))
@@ -99,3 +100,22 @@ def test_what_cannot_be_exported_is_one_sentence(
     with pytest.raises(UserError, match=r"is not the base model with which the adapters of .* were trained"):
         export.export(tmp_path / "trainer", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_run_exports_its_model_at_steps_of_its_own(lora: int, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The last export is the model of the last checkpoint, with adapters merged."""
+    trainer = TrainerConfig(ModelConfig(str(tiny_model_dir)), OptimizerConfig(learning_rate=1e-2), lora=LoRAConfig(rank=lora))
+    experiment = tiny_experiment(tiny_model_dir, tmp_path, steps=3, export_every=2, trainer=trainer)
+    for _ in experiment.turns(experiment.open(), message=lambda _: None):
+        pass
+    exports = tmp_path / "run" / "exports"
+    assert sorted(p.name for p in exports.iterdir()) == ["2", "3"]
+    export.export(tmp_path / "run", tmp_path / "plain")
+    last, plain = (dict(model_dir.read_tensors(place)) for place in (exports / "3", tmp_path / "plain"))
+    assert {p.name for p in (exports / "3").iterdir()} == {p.name for p in (tmp_path / "plain").iterdir()}
+    assert last.keys() == plain.keys()
+    for name, value in plain.items():
+        np.testing.assert_allclose(last[name], value, rtol=1e-5, atol=1e-7)
+    two = dict(model_dir.read_tensors(exports / "2"))
+    assert any((two[name] != x).any() for name, x in last.items())

@@ -53,11 +53,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "check": ("train", "preflight"),
     "replay": ("train", "experiment"),
     "export": ("hf", "run"),
+    "push": ("export",),
     "plan": ("train", "simulation", "engines"),
     "launch": ("train", "jobs", "engines"),
     "serve": ("train", "experiment", "agents"),
     "example": (),
-    "__main__": ("train", "check", "replay", "export", "plan", "launch", "serve", "lab", "top", "report", "example"),
+    "convert": (),
+    "__main__": (
+        *("train", "check", "replay", "export", "plan", "launch", "serve", "lab", "top", "report"),
+        *("example", "convert", "push"),
+    ),
     "areal_x_jax": ("protocols", "hf"),
     "areal_x_torch": ("protocols", "hf"),
 }

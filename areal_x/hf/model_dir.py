@@ -239,6 +239,26 @@ def write_model(
     return _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
 
 
+def write_whole(
+    directory: Path,
+    source: Path,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    head: str = "policy",
+) -> None:
+    """Writes a model directory as `write_model` does, completely or not at all, in the place of an
+    earlier one."""
+    directory = directory.absolute()
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        write_model(unfinished, source, tensors, head=head)
+        shutil.rmtree(directory, ignore_errors=True)
+        unfinished.rename(directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def exhaust(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Iterates over the tensors and discards them, as a process does that helps another to gather
     them."""

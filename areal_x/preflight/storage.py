@@ -33,18 +33,24 @@ def check_run_directory(settings: Settings) -> str:
 
 
 def check_disk(settings: Settings, model: Model) -> str:
-    """Raises: ConfigError if checkpoints and journal do not fit on the disk."""
+    """Raises: ConfigError if checkpoints, exports and journal do not fit on the disk."""
     runs = Path(settings.runs)
     checkpoint = checkpoint_bytes(settings, model)
     count = settings.keep_checkpoints + 1  # the oldest is deleted once the newest is complete
     journal = journal_bytes(settings)
+    every = settings.export_every
+    exports = -(-settings.steps // every) if every else 0
+    exported = exports * staged_bytes(settings, model, on_cpu=False)
     free = shutil.disk_usage(nearest_existing(runs)).free
+    of_exports = f", {exports} exports of {format_bytes(exported)} together" if every else ""
     sizes = (
-        f"{count} times a checkpoint of {format_bytes(checkpoint)} and a journal of at most"
+        f"{count} times a checkpoint of {format_bytes(checkpoint)}{of_exports} and a journal of at most"
         f" {format_bytes(journal)}; {format_bytes(free)} are free in {runs}"
     )
-    if checkpoint * count + journal > free:
+    if checkpoint * count + exported + journal > free:
         wanted = f"smaller, or train.runs on a larger disk: the run writes {sizes}"
+        if exported > checkpoint * count:
+            raise ConfigError("train.export_every", every, wanted.replace("smaller", "larger"))
         raise ConfigError("train.keep_checkpoints", settings.keep_checkpoints, wanted)
     return sizes
 

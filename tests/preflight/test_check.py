@@ -442,6 +442,8 @@ def test_checkpoints_and_weights_that_will_not_fit_on_the_disk(
         ConfigError, match=r"train\.keep_checkpoints = 2 .* 3 times a checkpoint of 1\.[0-9]+ MB .* 1 MB are free"
     ):
         storage.check_disk(experiment, tiny)
+    with pytest.raises(ConfigError, match=r"train\.export_every = 1 .* larger, .*, [0-9]+ exports of .* together"):
+        storage.check_disk(replace(experiment, steps=50, export_every=1), tiny)
     config = VLLMConfig(staging="/tmp")
     many = replace(experiment, vllm=config)
     assert "1 MB are free" in storage.check_staging(many, config, tiny, on_cpu=True)
