@@ -1,7 +1,8 @@
 """The command `areal-x SUBCOMMAND`, and `python -m areal_x SUBCOMMAND`.
 
-A subcommand is the module of the same name, imported only when it is the one to run, so that none
-needs what only another one imports. `python -m areal_x.SUBCOMMAND` runs the same function.
+A subcommand is the module of the same name (areal_x.rollout_command for rollout), imported only when
+it is the one to run, so that none needs what only another one imports. `python -m areal_x.SUBCOMMAND`
+runs the same function.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import areal_x
+from areal_x.runtime.command import module_of
 
 SUBCOMMANDS = {
     "train": "train what a gin file describes",
     "check": "check everything that a run depends on, in seconds",
     "launch": "write the job that runs a gin file on a cluster",
     "plan": "divide accelerators between generation and training",
+    "evaluate": "evaluate models: pass@k, confidence intervals, comparisons",
+    "rollout": "attempt and score tasks without training, into a journal",
     "replay": "train on a recorded run again, without an engine",
     "serve": "serve a run's model to agents, without training it",
     "lab": "look at runs in a browser: metrics, trajectories, failures",
@@ -56,7 +60,7 @@ def run(words: Sequence[str]) -> int:
     from areal_x.errors import UserError
 
     try:
-        module = import_module(f"areal_x.{words[0]}")
+        module = import_module(module_of(words[0]))
     except UserError as error:  # the extra that the subcommand needs is not installed
         print(f"error: {error}", file=sys.stderr)
         return FAILED

@@ -93,6 +93,9 @@ class Parts:
             step, token_records(batches, packed, self.models.policy, self.token_share)
         )
 
+    evaluations: Mapping[str, Workflow]
+    """The workflow of each named evaluation set."""
+
     def save(self, step: int) -> None:
         """Saves a checkpoint, and prunes the journal of what no checkpoint needs any more."""
         with timeline.span("checkpoint", step=step):
@@ -136,9 +139,14 @@ class Factory(ModelFactory):
         directory = resolve(self.trainer.model.path)
         tokenizer = load_tokenizer(directory)
         workflow = self.workflow.computed_by(self.backend).setup(tokenizer)
-        evaluation = None  # the rollout's own workflow, greedily
+
+        def set_up(own: Workflow) -> Workflow:
+            return own.computed_by(self.backend).setup(tokenizer)
+
+        evaluation = None  # the rollout's own workflow
         if self.evaluation is not None:
-            evaluation = self.evaluation.computed_by(self.backend).setup(tokenizer).greedy()
+            evaluation = set_up(self.evaluation)
+        owned = {one.name: set_up(one.workflow) for one in self.evaluations if one.workflow}
         losses_of = self.losses()
         if reason := self.algorithm.extra_pass(self.minibatches):
             message(
@@ -153,6 +161,7 @@ class Factory(ModelFactory):
             if hosts is not None:
                 workflow = workflow.on_hosts(hosts)
                 evaluation = evaluation and evaluation.on_hosts(hosts)
+                owned = {name: own.on_hosts(hosts) for name, own in owned.items()}
             sharded = stack.enter_context(
                 self.sharded(directory, models.policy, workflow, run / "logs", message)
             )
@@ -166,12 +175,13 @@ class Factory(ModelFactory):
                 self.create_rollout(
                     engine,
                     workflow,
-                    evaluation,
+                    evaluation and evaluation.greedy(),
                     journal,
                     tokenizer,
                     message,
                     episodes=None if sharded is None else sharded.episodes,
                     models=models,
+                    owned=list(owned.values()),
                 )
             )
             starting = (
@@ -210,6 +220,11 @@ class Factory(ModelFactory):
                 token_share=self.journal.token_share,
                 source=directory,
                 head=self.algorithm.head,
+                evaluations={
+                    one.name: chosen.greedy() if one.is_greedy else chosen
+                    for one in self.evaluations
+                    for chosen in (owned.get(one.name, evaluation or workflow),)
+                },
             )
 
     def resumed(self, start: resuming.Start, journal: Journal) -> Resumed | None:
@@ -386,10 +401,11 @@ class Factory(ModelFactory):
         message: Message,
         episodes: MakeEpisodes | None = None,
         models: Models | None = None,
+        owned: Sequence[Workflow] = (),
     ) -> Rollout:
-        """Returns the rollout, not yet started. Both workflows are set up for the tokenizer.
+        """Returns the rollout, not yet started. All workflows are set up for the tokenizer.
         episodes: makes what runs them, by default in this process. models: those that it takes turns
-        with, if train.colocate is True."""
+        with, if train.colocate is True. owned: see Rollout."""
         context = engine.context or self.row_length
         runner = Runner(
             engine,
@@ -407,7 +423,7 @@ class Factory(ModelFactory):
             message=message,
             episodes=episodes,
         )
-        return Rollout(runner, evaluation, models if self.colocate else None)
+        return Rollout(runner, evaluation, models if self.colocate else None, owned)
 
     def create_threads(self, trainer: Trainer) -> cores.Threads:
         """Returns what chooses the threads of each step on a CPU."""

@@ -25,21 +25,21 @@ import numpy as np
 
 from areal_x.algorithms import mismatch
 from areal_x.batching.batch import Models, complete, fill_batches, make_batches, pack_minibatches
-from areal_x.build import Factory, Message
+from areal_x.build import Factory, Message, Parts
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
 from areal_x.cluster.trainers import HERE
 from areal_x.config.writer import changed_settings, gin_file_of, records_gin_parts
 from areal_x.engines.vllm.transports import check_machine
+from areal_x.evaluation.in_runs import held_out_metrics, set_metrics
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.monitor.display import Display
 from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import PLOT, live_plots
-from areal_x.monitor.step_metrics import evaluate_held_out, explained_variance
+from areal_x.monitor.step_metrics import explained_variance
 from areal_x.monitor.timeline_plot import PICTURE
 from areal_x.monitor.trajectories import show_in_notebooks
-from areal_x.rollout.rollout import Rollout
 from areal_x.run import checkpoint, resuming
 from areal_x.run.run_dir import open_run
 from areal_x.runtime import cores, timeline
@@ -50,7 +50,7 @@ from areal_x.runtime.interrupts import (
 )
 from areal_x.runtime.waits import waiting
 from areal_x.settings import Settings
-from areal_x.types import Batch, Group, Loss, Turn
+from areal_x.types import Batch, Loss, Turn
 
 if TYPE_CHECKING:
     from areal_x.engines.fleet.server import Starter
@@ -149,7 +149,7 @@ class Experiment(Factory):
             rollout, models, clock = parts.rollout, parts.models, parts.recorder
             rollout.publish(models.policy, parts.start.step)
             if not resume:
-                row = {"step": 0, **self.evaluate(rollout, models)}
+                row = {"step": 0, **self.evaluate(parts)}
                 parts.metrics.write(row)
                 yield Turn(row)
 
@@ -182,7 +182,7 @@ class Experiment(Factory):
                 row = clock.row(groups, batches, learned, published)
                 row |= rollout.balance(row["trainer_idle"], row["rollout_idle"])
                 if self.is_due(self.evaluate_every, step):
-                    row |= self.evaluate(rollout, models)
+                    row |= self.evaluate(parts)
                 parts.record(row)
                 completed = complete(batches, self.algorithm, models.policy)
                 parts.record_tokens(step, completed, packed)
@@ -220,26 +220,13 @@ class Experiment(Factory):
         means = {name: x for name, x in means.items() if not name.startswith(mismatch.PREFIX)}
         return means | mismatch.metrics_by_lag(rows[0])
 
-    def evaluate(self, rollout: Rollout, models: Models) -> dict[str, float]:
-        """Returns the mean reward of greedy answers to the held-out tasks under the newest
-        published weights; without an engine, the loss and its metrics on their demonstrations."""
-        if not self.held_out:
-            return {}
-        with timeline.span("evaluate", tasks=len(self.held_out)):
-            episodes = rollout.evaluate(self.held_out)
-        groups = [
-            Group(task, ticket=i, admitted_version=0, episodes=(episode,))
-            for i, (task, episode) in enumerate(zip(self.held_out, episodes, strict=True))
-        ]
-        rewards = [reward for group in groups for reward in group.rewards]
-        failed = len(groups) - len(rewards)
-        row = {"evaluation_failed": float(failed)} if failed else {}
-        if not rewards:
-            return row
-        if self.engine != "none":
-            return row | {"accuracy": float(np.mean(rewards))}
-        (batch,) = make_batches(groups, self.algorithm, self.row_length, models)
-        return row | evaluate_held_out(batch, self.algorithm, models.policy)
+    def evaluate(self, parts: Parts) -> dict[str, float]:
+        """Returns what the newest published weights score: greedy answers to the held-out tasks
+        (without an engine, the loss on their demonstrations), and the named sets."""
+        generates = self.engine != "none"
+        of = parts.rollout, parts.models, self.algorithm, self.row_length, generates
+        row = held_out_metrics(self.held_out, *of)
+        return row | set_metrics(self.evaluations, parts.evaluations, parts.rollout)
 
     def waits(self, step: int) -> bool:
         """True if the trainer waits until the engine has a step's weights, instead of going on as

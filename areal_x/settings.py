@@ -21,6 +21,7 @@ from areal_x.engines.sglang.config import check_run as check_sglang_run
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
+from areal_x.evaluation.evaluation_set import EvaluationSet, check_names
 from areal_x.monitor.profiler import check_steps
 from areal_x.monitor.trackers import PROJECT, TrackingConfig, check_loggers
 from areal_x.protocols.backends import find_backend
@@ -48,6 +49,10 @@ class Settings:
 
     evaluation: Workflow | None = None
     """Workflow that evaluates the held-out tasks; None uses `workflow`."""
+
+    evaluations: Sequence[EvaluationSet] = ()
+    """Named sets of tasks that are evaluated like the held-out tasks, each sampled or greedily, any
+    number of times, with confidence intervals (docs/evaluation.md)."""
 
     algorithm: Algorithm = field(default_factory=grpo)
     """A recipe (docs/algorithms.md) or an Algorithm of your own."""
@@ -261,6 +266,11 @@ class Settings:
         check_workflow("train.workflow", self.workflow)
         if self.evaluation is not None:
             check_workflow("train.evaluation", self.evaluation)
+        check_names(self.evaluations)
+        if self.evaluations and self.engine == "none":
+            names = [one.name for one in self.evaluations]
+            wanted = "left out with the engine 'none', which attempts no task"
+            raise ConfigError("train.evaluations", names, wanted)
         if not self.serving:
             check_distribution(self.workflow, self.engine, self.trainer.temperature)
             self._check_truncated()
@@ -370,6 +380,8 @@ class Settings:
             wanted = f"0 with train.engine = {self.engine!r}: shards divide vLLM servers"
         elif self.workflow.open_ended:
             wanted = "0 with a workflow whose episodes are begun and ended from outside"
+        elif any(one.workflow is not None or not one.is_greedy for one in self.evaluations):
+            wanted = "0 with train.evaluations that sample or have a workflow of their own"
         if wanted is not None:
             raise ConfigError("cluster.shards", shards, wanted)
         check_division(self.vllm, shards)

@@ -11,7 +11,7 @@ import pytest
 
 from areal_x import __main__ as console
 from areal_x import __version__, example
-from areal_x.runtime.command import command_of
+from areal_x.runtime.command import command_of, module_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +22,7 @@ def output(code: str, folder: Path = ROOT) -> str:
 
 @pytest.mark.parametrize("name", console.SUBCOMMANDS)
 def test_a_subcommand_is_the_module_of_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert callable(importlib.import_module(f"areal_x.{name}").main)
+    assert callable(importlib.import_module(module_of(name)).main)
     with pytest.raises(SystemExit) as ended:
         console.run([name, "--help"])
     assert ended.value.code == 0
@@ -32,7 +32,7 @@ def test_a_subcommand_is_the_module_of_its_name(name: str, capsys: pytest.Captur
 def test_the_commands_of_the_package_are_the_subcommands() -> None:
     modules = {file.stem for file in (ROOT / "areal_x").glob("*.py") if "\ndef main(" in file.read_text()}
     modules |= {file.parent.name for file in (ROOT / "areal_x").glob("*/__main__.py")}
-    assert modules - {"__main__"} == set(console.SUBCOMMANDS)
+    assert modules - {"__main__"} == {module_of(name).partition(".")[2] for name in console.SUBCOMMANDS}
 
 
 @pytest.mark.parametrize(

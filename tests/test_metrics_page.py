@@ -17,6 +17,7 @@ from areal_x.cluster.gang import Span
 from areal_x.cluster.measures import differences
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.evaluation.evaluation_set import EvaluationSet
 from areal_x.monitor.step_metrics import describe_groups, throughput
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.speculation import Speculation
@@ -76,6 +77,7 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
         name="critic",
         algorithm=recipes.ppo(kl_coefficient=0.1, entropy_coefficient=0.01),
         held_out=[*TASKS[:3], Task("long", "1" * 40)],
+        evaluations=[EvaluationSet(name="two", dataset=TASKS[:2], attempts=2)],
         share_prompts=True,
         max_staleness=1,
         workflow=TRUNCATED,

@@ -60,7 +60,8 @@ class Rollout:
     runner: its workflow is already set up for the tokenizer. evaluation: the workflow that
     `evaluate` runs, by default the runner's, greedily. models: what shares its accelerators with the
     engine; None if each side has its own. The two then take turns (docs/colocate.md): `take` ends the
-    engine's, `publish` ends the trainer's, unless the next step's groups are there already.
+    engine's, `publish` ends the trainer's, unless the next step's groups are there already. owned:
+    further workflows that `evaluate` is called with, closed at the end.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Rollout:
         runner: Runner,
         evaluation: Workflow | None = None,
         models: RestsOnHost | None = None,
+        owned: Sequence[Workflow] = (),
     ) -> None:
         self.runner, self.engine = runner, runner.engine
         self._models = models
@@ -77,7 +79,9 @@ class Rollout:
         # what was not published, as the trainer's turn goes on; None if nothing
         self._put_off: tuple[Trainer, int] | None = None
         self.evaluation = evaluation or runner.workflow.greedy()
-        self._workflows = [runner.workflow, *([evaluation] if evaluation else [])]  # to be closed
+        # to be closed
+        self._workflows = [runner.workflow, *([evaluation] if evaluation else []), *owned]
+        self.evaluates_only = False  # True admits no group; to be set before the first publication
         self.resumed: Resumed | None = None  # where the first `swap` begins
         self._running: asyncio.Task[None] | None = None
         self._swapping: asyncio.Task[Any] | None = None
@@ -201,9 +205,9 @@ class Rollout:
         self._taking = None
         return groups
 
-    def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
-        """Runs one episode per task under the most recently published weights, beside the
-        rollout."""
+    def evaluate(self, tasks: Sequence[Task], workflow: Workflow | None = None) -> list[Episode]:
+        """Runs one episode per task under the most recently published weights, beside the rollout.
+        workflow: set up for the tokenizer, by default `evaluation`."""
         if self._put_off is not None:
             self.publish(*self._put_off)
         self.finish_publication()
@@ -211,7 +215,7 @@ class Rollout:
             self._rest()
             self._call(self._wake())
         with waiting("the trainer", "the evaluation", self.runner.evaluating):
-            episodes = self._call(self.runner.evaluate(tasks, self.evaluation))
+            episodes = self._call(self.runner.evaluate(tasks, workflow or self.evaluation))
         if returns:
             self._trains()
         return episodes
@@ -310,6 +314,8 @@ class Rollout:
                     await self.runner.settled()
             paused = await self.engine.swap(staged)
             self.runner.limits.go_on()
+            if self.evaluates_only:
+                return paused
             if self._running is None:
                 self.runner.begin(version, self.resumed)
                 # `take` raises its error

@@ -8,6 +8,13 @@ from pathlib import Path
 
 PACKAGE = "areal_x"
 CONSOLE = "areal-x"
+# The modules of subcommands that share their name with a package.
+MODULES = {"rollout": "rollout_command"}
+
+
+def module_of(name: str) -> str:
+    """Returns the module of a subcommand."""
+    return f"{PACKAGE}.{MODULES.get(name, name)}"
 
 
 def command_of(name: str) -> str:
@@ -18,7 +25,7 @@ def command_of(name: str) -> str:
         return f"{CONSOLE} {name}"
     if program.name == "__main__.py" and program.parent.name == PACKAGE:
         return f"python -m {PACKAGE} {name}"
-    return f"python -m {PACKAGE}.{name}"
+    return f"python -m {module_of(name)}"
 
 
 def is_own_process() -> bool:
@@ -31,7 +38,7 @@ def is_own_process() -> bool:
 def in_this_form(text: str, name: str) -> str:
     """Returns a help text with its `python -m areal_x.NAME` commands in the form of
     `command_of`."""
-    return text.replace(f"python -m {PACKAGE}.{name}", command_of(name))
+    return text.replace(f"python -m {module_of(name)}", command_of(name))
 
 
 def quote(text: str) -> str:
