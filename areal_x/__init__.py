@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from areal_x.algorithms.recipes import gmpo as gmpo
     from areal_x.algorithms.recipes import grpo as grpo
     from areal_x.algorithms.recipes import gspo as gspo
+    from areal_x.algorithms.recipes import icepop as icepop
     from areal_x.algorithms.recipes import ipo as ipo
+    from areal_x.algorithms.recipes import kpop as kpop
     from areal_x.algorithms.recipes import lite_ppo as lite_ppo
     from areal_x.algorithms.recipes import m2po as m2po
+    from areal_x.algorithms.recipes import maxrl as maxrl
     from areal_x.algorithms.recipes import opo as opo
     from areal_x.algorithms.recipes import ppo as ppo
     from areal_x.algorithms.recipes import reinforce_pp as reinforce_pp
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from areal_x.algorithms.recipes import rloo as rloo
     from areal_x.algorithms.recipes import sapo as sapo
     from areal_x.algorithms.recipes import sft as sft
+    from areal_x.algorithms.recipes import turn_ppo as turn_ppo
     from areal_x.algorithms.weighting import sequence_mean as sequence_mean
     from areal_x.algorithms.weighting import token_mean as token_mean
     from areal_x.batching.packing import pack as pack
@@ -133,8 +137,8 @@ _NAMES = {
     "areal_x.algorithms.arrays": "importance_ratio masked",
     "areal_x.algorithms.weighting": "sequence_mean token_mean",
     "areal_x.algorithms.recipes": (
-        "cispo dapo decoupled_ppo distill dpo dppo dr_grpo gmpo grpo gspo ipo lite_ppo m2po "
-        "opo ppo reinforce_pp remax reward_model rloo sapo sft"
+        "cispo dapo decoupled_ppo distill dpo dppo dr_grpo gmpo grpo gspo icepop ipo kpop "
+        "lite_ppo m2po maxrl opo ppo reinforce_pp remax reward_model rloo sapo sft turn_ppo"
     ),
     "areal_x.batching.packing": "pack",
     "areal_x.rollout.episode": "episode_of",

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ONLINE = [
     *("grpo", "dr_grpo", "dapo", "lite_ppo", "gspo", "gmpo", "sapo", "cispo", "rloo"),
     *("reinforce_pp", "ppo", "m2po", "decoupled_ppo", "dppo", "opo", "remax", "distill"),
+    *("icepop", "kpop", "maxrl"),
 ]
 
 

@@ -34,7 +34,7 @@ the file. `@name` refers to a function or class, `@name()` to what it returns. W
 """
 # Given by the trainer or the ring, never bound.
 NOT_BOUND = {"policy", "batch", "mask", "segment_ids", "rewards", "groups", "task", "text", "log_ratio", "values", "lengths"}
-NOT_BOUND |= {"groups_of_segments", "turn_rewards", "group"}
+NOT_BOUND |= {"groups_of_segments", "turn_rewards", "group", "truncated"}
 ALGORITHMS = Path(__file__).with_name("algorithms.md")
 ALGORITHMS_HEAD = """# Algorithms
 

@@ -39,6 +39,7 @@ FUNCTIONS = {
         "sapo(policy, batch, tau_positive=1.0, tau_negative=1.05)",
         "cispo(policy, batch, clip_high=0.28, clip_low=None)",
         "dppo_tv(policy, batch, threshold_low=0.15, threshold_high=0.15)",
+        "kpop(policy, batch, threshold=0.1)",
         "value_clip(policy, batch, clip=0.2)",
         "kl_penalty(policy, batch, coefficient, estimator='k3')",
         "entropy_bonus(policy, batch, coefficient)",
@@ -63,6 +64,7 @@ FUNCTIONS = {
 RECIPES = (
     *("grpo", "dr_grpo", "dapo", "lite_ppo", "gspo", "gmpo", "sapo", "cispo", "rloo", "reinforce_pp", "ppo", "m2po"),
     *("decoupled_ppo", "dppo", "opo", "remax", "distill", "sft", "dpo", "ipo", "reward_model"),
+    *("icepop", "kpop", "maxrl", "turn_ppo"),
 )
 FIELDS = {
     "Task": "id prompt answer metadata",

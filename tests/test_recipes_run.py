@@ -36,6 +36,10 @@ ONLINE = {
     "m2po": {},
     "decoupled_ppo": {},
     "dppo": {},
+    "icepop": {"truncated": "mask"},
+    "kpop": {},
+    "maxrl": {},
+    "turn_ppo": {"truncated": "bootstrap"},
     "opo": {},
     "remax": {},
 }

@@ -78,6 +78,25 @@ def length_weighted_baseline(
     )
 
 
+@gin.configurable(module="advantages")
+def mean_normalized(rewards: Float[Array, " S"], groups: Int[Array, " S"]) -> Float[Array, " S"]:
+    """(r_i - mean of its group) / mean of its group, for rewards of at least 0; a group whose mean is
+    not above 0, and one whose rewards are all equal, give exactly 0.
+
+    With rewards of 0 and 1 and n attempts, the gradient is an unbiased estimate of that of Σ_{k<n}
+    pass@k / k, which tends to that of the log-likelihood of a correct answer as n grows. Source:
+    MaxRL, arXiv 2602.02710.
+    """
+    xp = array_namespace(rewards)
+    relative, group = _from_first_of_group(rewards, groups)
+    mean = _mean(lift(rewards), group)
+    positive = mean > 0
+    deviation = relative - _mean(relative, group)
+    return xp.where(
+        positive, deviation / xp.where(positive, mean, xp.ones_like(mean)), 0 * deviation
+    )
+
+
 def greedy_baseline(
     rewards: Float[Array, " S"], greedy_rewards: Float[Array, " S"]
 ) -> Float[Array, " S"]:
@@ -92,6 +111,7 @@ def gae(
     mask: Bool[Array, "S T"],
     gamma: float = 1.0,
     lam: float = 1.0,
+    truncated: Bool[Array, " S"] | None = None,
 ) -> tuple[Float[Array, "S T"], Float[Array, "S T"]]:
     """Generalised advantage estimation: (advantages, returns), where returns = A + V is the
     critic's target, before any whitening.
@@ -103,6 +123,9 @@ def gae(
     Args:
         gamma: Discount γ per token, from 0 to 1.
         lam: λ, from 0 (one-step estimates) to 1 (full returns).
+        truncated: Sequences that were cut off and not ended, whose value after the last masked token
+            is not 0 but taken to be that at this token (partial-episode bootstrapping, arXiv
+            1712.00378); None for none.
     """
     within("gae.gamma", gamma, 0, 1)
     within("gae.lam", lam, 0, 1)
@@ -111,9 +134,56 @@ def gae(
     # at t, the value of the first masked token from t on
     upcoming = _backward(values, _discounts(mask, 0.0, values))
     following = xp.concat([upcoming[:, 1:], xp.zeros_like(values[:, :1])], axis=1)
+    if truncated is not None:
+        following = xp.where(_last(mask) & truncated[:, None], values, following)
     deltas = masked(rewards + gamma * following - values, mask)
     advantages = masked(_backward(deltas, _discounts(mask, gamma * lam, values)), mask)
     return advantages, advantages + values
+
+
+@gin.configurable(module="advantages")
+def turn_gae(
+    rewards: Float[Array, "S T"],
+    values: Float[Array, "S T"],
+    mask: Bool[Array, "S T"],
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    truncated: Bool[Array, " S"] | None = None,
+) -> tuple[Float[Array, "S T"], Float[Array, "S T"]]:
+    """Generalised advantage estimation over turns: (advantages, returns), before any whitening. A turn
+    is a run of adjacent masked tokens, one action whose state is what precedes it.
+
+    A_k = δ_k + γλ A_{k+1}, δ_k = R_k + γ V_{k+1} - V_k, with R_k the sum of the rewards of turn k and
+    V_k the value at its first token. All tokens of a turn have its advantage, and its return A_k +
+    V_k as the critic's target. Source: Turn-PPO, arXiv 2512.17008.
+
+    Args:
+        gamma: Discount γ per turn, from 0 to 1.
+        lam: λ, from 0 (one-turn estimates) to 1 (full returns).
+        truncated: Sequences that were cut off and not ended: the value after their last turn is taken
+            to be that at their last masked token; None for none.
+    """
+    within("turn_gae.gamma", gamma, 0, 1)
+    within("turn_gae.lam", lam, 0, 1)
+    xp = array_namespace(rewards)
+    rewards, values = masked(rewards, mask), masked(values, mask)
+    none = xp.zeros_like(mask[:, :1])
+    first = mask & ~xp.concat([none, mask[:, :-1]], axis=1)
+    goes_on = mask & xp.concat([mask[:, 1:], none], axis=1)
+    turn_rewards = _backward(rewards, xp.astype(goes_on, values.dtype))
+    # at t, the value at the beginning of the first turn from t on
+    upcoming = _backward(masked(values, first), _discounts(first, 0.0, values))
+    following = xp.concat([upcoming[:, 1:], xp.zeros_like(values[:, :1])], axis=1)
+    if truncated is not None:
+        at_end = xp.sum(masked(values, _last(mask)), axis=1, keepdims=True)
+        following = xp.where(_last(first) & truncated[:, None], at_end + 0 * values, following)
+    deltas = masked(turn_rewards + gamma * following - values, first)
+    of_turns = masked(_backward(deltas, _discounts(first, gamma * lam, values)), first)
+    advantages, at_start = (
+        masked(_forward(masked(x, first), _discounts(first, 0.0, values)), mask)
+        for x in (of_turns, values)
+    )
+    return advantages, advantages + at_start
 
 
 @gin.configurable(module="advantages")
@@ -170,12 +240,31 @@ def whitened_returns(
 
 
 def whitened_gae(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    truncated: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimates, whitened over the batch, and the returns that the critic is
     trained on (see `gae` and `whiten`). Source: PPO, arXiv 1707.06347; whitening: Stiennon et al.,
     arXiv 2009.01325."""
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    advantages, returns = gae(rewards, values, mask, gamma, lam, truncated)
+    return np.asarray(whiten(advantages, mask)), np.asarray(returns)
+
+
+def whitened_turn_gae(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    truncated: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantage estimates of turns, whitened over the batch, and the returns that the critic is
+    trained on (see `turn_gae` and `whiten`). Source: Turn-PPO, arXiv 2512.17008."""
+    advantages, returns = turn_gae(rewards, values, mask, gamma, lam, truncated)
     return np.asarray(whiten(advantages, mask)), np.asarray(returns)
 
 
@@ -230,6 +319,19 @@ def _discounts(mask: Array, discount: float, like: Array) -> Array:
     """The discount where masked, 1 elsewhere: an unmasked token passes the later sum through."""
     xp = array_namespace(like)
     return xp.where(mask, xp.full_like(like, discount), xp.ones_like(like))
+
+
+def _last(mask: Array) -> Array:
+    """True at the last masked token of each row."""
+    xp = array_namespace(mask)
+    count = xp.cumulative_sum(xp.astype(mask, xp.int32), axis=1)
+    return mask & (count == count[:, -1:])
+
+
+def _forward(terms: Array, factors: Array) -> Array:
+    """Scan y_t = terms_t + factors_t · y_{t-1} along the last axis, with y = 0 before its beginning."""
+    xp = array_namespace(terms)
+    return xp.flip(_backward(xp.flip(terms, axis=-1), xp.flip(factors, axis=-1)), axis=-1)
 
 
 def _backward(terms: Array, factors: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from areal_x.algorithms import proximal
 from areal_x.algorithms.arrays import lift, masked, stop_gradient
 from areal_x.algorithms.losses import summands
-from areal_x.algorithms.parts import RecipeCall, unwrapped
+from areal_x.algorithms.parts import RecipeCall, parameter_names, unwrapped
 from areal_x.algorithms.validation import host_only, validate_parts
 from areal_x.errors import ConfigError, at_least, function_name, one_of
 from areal_x.types import Array, Batch, Divergence, Group, Loss, LossTerms, Policy, evaluate_loss
@@ -26,6 +26,7 @@ Filter = Callable[[Group], bool]
 Shaping = Callable[[np.ndarray], np.ndarray]
 
 PROXIMAL = ("behavior", "recompute", "interpolate")
+TRUNCATED = ("train", "mask", "bootstrap")
 NEEDS = ("entropy", "reference", "teacher", "teacher_logits", "values", "greedy")
 
 
@@ -50,7 +51,8 @@ class Algorithm:
     task), `lengths` (generated tokens), `greedy_rewards` (of a greedy answer to the same task).
 
     With `mask`, one value a token, `[S, T]`: `rewards` (a sequence's on its last masked token, plus
-    its per-token rewards), `mask`, `values` (the critic's); `groups` as before.
+    its per-token rewards), `mask`, `values` (the critic's), and with truncated = "bootstrap"
+    `truncated`, `[S]`; `groups` as before.
 
     Returns advantages of the shape of `rewards`, or (advantages, returns) if a critic is trained on
     the returns.
@@ -75,6 +77,11 @@ class Algorithm:
 
     shaping: Shaping | None = None
     """A function of the generated lengths, `[S] → [S]`, added to the rewards."""
+
+    truncated: str = "train"
+    """Answers that reached the token limit: "train" as any other; "mask", train on none of their tokens,
+    while their rewards still count in their groups' baselines (DAPO's overlong filtering); "bootstrap",
+    add the critic's value at their end to the return, for recipes with a critic."""
 
     reward_kl: float = 0.0
     """β of -β (behavior_logp - reference_logp), added to every token's reward. At least 0."""
@@ -116,6 +123,16 @@ class Algorithm:
                 self.proximal,
                 "'behavior': a reward model has no policy, so there are no ratios",
             )
+        one_of(f"{self.name}.truncated", self.truncated, TRUNCATED)
+        if self.truncated == "bootstrap" and not (
+            "values" in self.needs
+            and self.advantages is not None
+            and "truncated" in parameter_names(self.advantages)
+        ):
+            wanted = (
+                "'train' or 'mask': only advantages of a critic's values, as ppo's, can bootstrap"
+            )
+            raise ConfigError(f"{self.name}.truncated", self.truncated, wanted)
         for need in self.needs:
             one_of(f"{self.name}.needs", need, NEEDS)
         if {"reference", "teacher"} <= self.needs:
@@ -203,6 +220,7 @@ class Algorithm:
             if self.reward_kl
             else []
         )
+        lines += [f"  truncated answers: {self.truncated}"] if self.truncated != "train" else []
         lines += [f"  needs: {', '.join(sorted(self.needs))}"] if self.needs else []
         for title, part in parts:
             lines += ["", *describe_part(title, part)] if part is not None else []

@@ -16,10 +16,12 @@ from array_api_compat import array_namespace, is_jax_array
 
 from areal_x.algorithms import arrays
 from areal_x.algorithms.arrays import clamp, segment_mean, segment_sum, stop_gradient
+from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.errors import ConfigError, at_least, one_of, positive
 from areal_x.types import Array
 
 LEVELS = ("token", "sequence", "geometric")
+REJECTION_LEVELS = ("token", "sequence", "sum", "max")
 
 
 @gin.configurable(module="corrections")
@@ -93,6 +95,53 @@ def masked(
     if high is not None:
         kept = kept & (ratio <= high)
     return arrays.masked(ratio if reweight else xp.ones_like(ratio), kept)
+
+
+@gin.configurable(module="corrections")
+def rejected(
+    log_ratio: Array,
+    mask: Array,
+    segment_ids: Array,
+    metric: str = "k3",
+    level: str = "sequence",
+    low: float | None = None,
+    high: float | None = 0.01,
+) -> Array:
+    """Rejection sampling by an estimate of the KL divergence of the proximal policy from the one that
+    sampled: 1 where low ≤ metric ≤ high, else 0.
+
+    At a token: k1 = -d (of either sign), k2 = d² / 2, k3 = exp d - 1 - d, the last with d clamped to
+    ±20 (`areal_x.algorithms.kl`). A sequence is kept or rejected as a whole. Source: Liu et al., "When
+    speed kills stability: demystifying RL collapse from the training-inference mismatch"; estimators:
+    Schulman, "Approximating KL divergence".
+
+    Args:
+        metric: "k1", "k2" or "k3".
+        level: "token" for each token's own, "sequence" for the mean over its sequence, "sum" for the
+            sum over its sequence, "max" for rejecting a sequence with any token outside.
+        low: Smallest value that is kept, in nats; None for no bound.
+        high: Largest value that is kept, in nats; None for no bound.
+    """
+    one_of("rejected.metric", metric, tuple(ESTIMATORS))
+    one_of("rejected.level", level, REJECTION_LEVELS)
+    if low is not None and high is not None and low > high:
+        raise ConfigError("rejected.low", low, f"at most rejected.high = {high}")
+    own = arrays.masked(stop_gradient(log_ratio), mask)
+    xp = array_namespace(own)
+    x = arrays.masked(ESTIMATORS[metric](xp.zeros_like(own), own), mask)
+    if level == "sum":
+        x = segment_sum(x, segment_ids)
+    if level == "sequence":
+        x = segment_mean(x, mask, segment_ids)
+    outside = xp.zeros_like(mask)
+    if low is not None:
+        outside = outside | (x < low)
+    if high is not None:
+        outside = outside | (x > high)
+    if level == "max":
+        count = segment_sum(xp.astype(outside & mask, x.dtype), segment_ids)
+        outside = count > 0
+    return arrays.masked(xp.ones_like(x), mask & ~outside)
 
 
 @gin.configurable(module="corrections")

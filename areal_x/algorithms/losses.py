@@ -33,6 +33,8 @@ from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.errors import ConfigError, at_least, one_of, positive
 from areal_x.types import NOT_THE_POLICY, Array, Batch, Loss, LossTerms, Policy, evaluate_loss
 
+SURE = 1e-6  # least probability, of a token and of all others, in a binary divergence
+
 
 @gin.configurable(module="losses")
 def reinforce(policy: Policy, batch: Batch) -> LossTerms:
@@ -229,6 +231,34 @@ def dppo_tv(
     too_far = xp.where(
         advantages > 0, moved > threshold_high, (advantages < 0) & (moved < -threshold_low)
     )
+    terms = masked(-advantages * ratio, batch.mask & ~too_far)
+    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(too_far, batch.mask)}
+
+
+@gin.configurable("kpop_loss", module="losses")
+def kpop(policy: Policy, batch: Batch, *, threshold: float = 0.1) -> LossTerms:
+    """KPop: masks a token whose binary KL divergence from the policy that sampled is too large.
+
+    term = -A exp(logp - behavior), but 0 where max(D(p ‖ q), D(q ‖ p)) > threshold, with p = e^logp,
+    q = e^behavior and D(p ‖ q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)): this token against
+    all others, whatever the sign of A. p and q are clamped to 1e-6 from 0 and 1. Source: Guo et al.,
+    "Taming training-inference mismatch in reinforcement learning with adaptive masking regions"
+    (KPop), https://ringtech.notion.site/kpop.
+
+    Args:
+        threshold: Largest divergence that is trained on, in nats; at least 0.
+    """
+    _require_at_least_zero("kpop_loss", threshold=threshold)
+    xp = array_namespace(policy.logp)
+    advantages = masked(batch.advantages, batch.mask)
+    ratio = importance_ratio(policy.logp, batch.behavior_logp, batch.mask)
+    p, q = (
+        xp.clip(xp.exp(stop_gradient(masked(x, batch.mask))), SURE, 1 - SURE)
+        for x in (policy.logp, batch.behavior_logp)
+    )
+    log_odds = xp.log(p) - xp.log(q), xp.log(1 - p) - xp.log(1 - q)
+    forward, backward = (w * log_odds[0] + (1 - w) * log_odds[1] for w in (p, q))
+    too_far = xp.maximum(forward, -backward) > threshold
     terms = masked(-advantages * ratio, batch.mask & ~too_far)
     return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(too_far, batch.mask)}
 

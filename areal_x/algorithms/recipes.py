@@ -27,8 +27,10 @@ from areal_x.algorithms.advantages import (
     group_relative,
     leave_one_out,
     length_weighted_baseline,
+    mean_normalized,
     whitened_gae,
     whitened_returns,
+    whitened_turn_gae,
 )
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.assembly import PARTS, assemble, clipped_loss
@@ -390,6 +392,107 @@ def dppo(threshold_low: float = 0.15, threshold_high: float = 0.15, **parts: Any
         weighting=weighting.token_mean,
         advantages=group_relative,
         source="2602.04879",
+    )
+
+
+@gin.configurable
+@records_call
+def icepop(
+    low: float = 0.5,
+    high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    **parts: Any,
+) -> Algorithm:
+    """IcePop: GRPO that leaves out tokens whose probabilities under trainer and engine disagree, from
+    either side, and weights the others by their ratio.
+
+    Args:
+        low: Tokens of a smaller ratio of trainer to engine are left out; from 0 to high.
+        high: Tokens of a greater one are left out; above 0.
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
+    """
+    within("icepop.low", low, 0, high)
+    positive("icepop.high", high)
+    return assemble(
+        icepop,
+        parts,
+        loss=clipped_loss("icepop", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.token_mean,
+        advantages=group_relative,
+        corrections=partial(corrections.masked, low=low, high=high),
+        proximal="recompute",
+        source="2510.18855",
+    )
+
+
+@gin.configurable
+@records_call
+def kpop(threshold: float = 0.1, **parts: Any) -> Algorithm:
+    """KPop: leaves out tokens by the binary KL divergence of trainer and engine, in both directions,
+    which allows large ratios for rare tokens and small ones for sure ones.
+
+    Args:
+        threshold: Largest divergence that is trained on, in nats; at least 0.
+    """
+    at_least("kpop.threshold", threshold, 0)
+    return assemble(
+        kpop,
+        parts,
+        loss=partial(losses.kpop, threshold=threshold),
+        weighting=weighting.token_mean,
+        advantages=group_relative,
+    )
+
+
+@gin.configurable
+@records_call
+def maxrl(**parts: Any) -> Algorithm:
+    """Maximum likelihood reinforcement learning: advantages divided by the task's pass rate, so that
+    rarely solved tasks weigh most. Rewards are at least 0; 0 and 1 in the paper."""
+    return assemble(
+        maxrl,
+        parts,
+        loss=losses.reinforce,
+        weighting=weighting.sequence_sum,
+        advantages=mean_normalized,
+        source="2602.02710",
+    )
+
+
+@gin.configurable
+@records_call
+def turn_ppo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    value_clip: float = 0.2,
+    gamma: float = 0.99,
+    lam: float = 0.9,
+    **parts: Any,
+) -> Algorithm:
+    """PPO whose advantages are estimated over turns of a dialogue, not over tokens: a turn is one
+    action of an agent.
+
+    Args:
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
+        value_clip: How far the critic's values may move in a step, in units of reward; above 0.
+        gamma: Discount per turn, from 0 to 1.
+        lam: λ of generalised advantage estimation over turns, from 0 to 1.
+    """
+    positive("turn_ppo.value_clip", value_clip)
+    within("turn_ppo.gamma", gamma, 0, 1)
+    within("turn_ppo.lam", lam, 0, 1)
+    return assemble(
+        turn_ppo,
+        parts,
+        loss=clipped_loss("turn_ppo", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.token_mean,
+        advantages=partial(whitened_turn_gae, gamma=gamma, lam=lam),
+        value_loss=partial(losses.value_clip, clip=value_clip),
+        needs=frozenset({"values"}),
+        source="2512.17008",
     )
 
 

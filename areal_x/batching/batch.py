@@ -175,6 +175,10 @@ def fill_batches(
     if algorithm.advantages is not None:
         batches = add_advantages(batches, parts, algorithm)
         batches = [apply_credit(batch, part) for batch, part in zip(batches, parts, strict=True)]
+    if algorithm.truncated == "mask":
+        batches = [
+            without_truncated(batch, part) for batch, part in zip(batches, parts, strict=True)
+        ]
     return [
         add_weights(batch, part, algorithm, corrected=not own_pass)
         for batch, part in zip(batches, parts, strict=True)
@@ -298,7 +302,8 @@ def add_advantages(
         token_rewards(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)
     ]
     if "mask" in parameter_names(function):
-        return add_token_advantages(function, batches, parts, rewards)
+        bootstraps = algorithm.truncated == "bootstrap"
+        return add_token_advantages(function, batches, parts, rewards, bootstraps)
     return add_episode_advantages(function, batches, parts, rewards)
 
 
@@ -343,8 +348,10 @@ def add_token_advantages(
     batches: Sequence[Batch],
     parts: Sequence[Minibatch],
     rewards: Sequence[Sequence[np.ndarray]],
+    bootstraps: bool = False,
 ) -> list[Batch]:
-    """Adds one advantage a token, and the returns if the function computes them."""
+    """Adds one advantage a token, and the returns if the function computes them. bootstraps: the
+    function is told which sequences were truncated."""
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
     # An episode without a trajectory is a row of one token that is not trained on.
     bare = [
@@ -365,6 +372,9 @@ def add_token_advantages(
             np.int64,
         ),
     }
+    if bootstraps:
+        ended = [False] * len(bare)
+        available["truncated"] = np.array([*map(is_truncated, trajectories), *ended], np.bool_)
     if batches[0].old_values is not None:
         values = [
             v
@@ -408,6 +418,18 @@ def apply_credit(batch: Batch, part: Minibatch) -> Batch:
         np.ones(len(t), np.float32) if t.credit is None else t.credit for t in part.trajectories
     ]
     return batch.replace(advantages=batch.advantages * part.packed.spread_tokens(credit))
+
+
+def is_truncated(trajectory: Trajectory) -> bool:
+    """True for a trajectory that reached the token limit."""
+    return trajectory.finish_reason == "length"
+
+
+def without_truncated(batch: Batch, part: Minibatch) -> Batch:
+    """Leaves the tokens of truncated trajectories out of what is trained on, and so out of the
+    weights' denominators."""
+    ended = part.packed.spread(np.array([not is_truncated(t) for t in part.trajectories]))
+    return batch.replace(mask=batch.mask & (ended > 0))
 
 
 # ---- weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from areal_x.algorithms.advantages import (
     group_relative,
     leave_one_out,
     length_weighted_baseline,
+    mean_normalized,
     returns_to_go,
+    turn_gae,
     whiten,
 )
 from areal_x.errors import ConfigError
@@ -170,6 +173,75 @@ def test_gae_is_the_discounted_sum_of_what_the_masked_tokens_exceed_their_value_
     assert (advantages[~mask] == 0).all()
 
 
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.95), (0.5, 0.0)])
+def test_a_truncated_sequence_goes_on_with_the_last_value_that_is_known(gamma, lam):
+    """As if a token followed it whose value is that of the last one, and whose own delta is 0."""
+    rewards, values, mask = written_by_the_policy(0)
+    truncated = np.array([True, True, True, False, True])
+    found, returns = gae(rewards, values, mask, gamma, lam, truncated)
+    expected = sums_over_what_is_to_come(rewards, values, mask, gamma, lam)
+    for row in np.flatnonzero(truncated & mask.any(1)):
+        live = np.flatnonzero(mask[row])
+        for i, t in enumerate(live):
+            expected[row, t] += (gamma * lam) ** (len(live) - 1 - i) * gamma * values[row, live[-1]]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    np.testing.assert_allclose(returns, np.where(mask, found + values, 0), atol=1e-12)
+    nobody = gae(rewards, values, mask, gamma, lam, np.zeros(5, bool))[0]
+    np.testing.assert_array_equal(nobody, gae(rewards, values, mask, gamma, lam)[0])
+
+
+def turns_of(mask):
+    """The runs of adjacent masked tokens of a row."""
+    edges = np.flatnonzero(np.diff(np.r_[0, mask.astype(int), 0]))
+    return [list(range(a, b)) for a, b in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.95), (0.5, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_turn_gae_is_gae_of_a_sequence_with_one_token_a_turn(gamma, lam, cut):
+    rewards, values, mask = written_by_the_policy(1)
+    truncated = np.full(5, cut)
+    advantages, returns = turn_gae(rewards, values, mask, gamma, lam, truncated if cut else None)
+    expected, target, several = np.zeros_like(rewards), np.zeros_like(rewards), False
+    for row in range(5):
+        turns = turns_of(mask[row])
+        several |= len(turns) > 2
+        r = [sum(rewards[row, t] for t in turn) for turn in turns]
+        v = [values[row, turn[0]] for turn in turns] + [values[row, turns[-1][-1]] if cut and turns else 0.0]
+        for k, turn in enumerate(turns):
+            later = range(k, len(turns))
+            a = sum((gamma * lam) ** (i - k) * (r[i] + gamma * v[i + 1] - v[i]) for i in later)
+            expected[row, turn], target[row, turn] = a, a + v[k]
+    assert several
+    np.testing.assert_allclose(advantages, expected, atol=1e-12)
+    np.testing.assert_allclose(returns, target, atol=1e-12)
+
+
+@given(judged)
+def test_mean_normalized_is_the_distance_from_the_groups_mean_in_units_of_it(judged):
+    rewards, groups = map(np.array, zip(*judged, strict=True))
+    rewards = abs(rewards)
+    for i, found in enumerate(mean_normalized(rewards, groups)):
+        own = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
+        mean = sum(own) / len(own)
+        assert found == pytest.approx((rewards[i] - mean) / mean if mean > 0 else 0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("attempts", [2, 5])
+def test_the_gradient_of_maxrl_is_that_of_pass_at_k_summed_up_to_one_less_than_the_attempts(attempts):
+    """Expected over all outcomes of attempts that succeed with probability σ(x): Σ_{k<n} (1 - p)^(k-1) dp/dx."""
+    x = 0.3
+    p = 1 / (1 + np.exp(-x))
+    expected = 0.0
+    for outcome in product((0.0, 1.0), repeat=attempts):
+        rewards = np.array(outcome)
+        chance = np.prod(np.where(rewards == 1, p, 1 - p))
+        scores = np.where(rewards == 1, 1 - p, -p)  # d log-probability / dx
+        expected += chance * np.mean(mean_normalized(rewards, np.zeros(attempts, np.int32)) * scores)
+    wanted = sum((1 - p) ** (k - 1) for k in range(1, attempts)) * p * (1 - p)
+    assert expected == pytest.approx(wanted, rel=1e-9)
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_returns_to_go_is_the_discounted_sum_of_the_rewards_of_the_masked_tokens_to_come(gamma):
     rewards, _, mask = written_by_the_policy(1)
@@ -223,6 +295,8 @@ def test_the_rewards_that_come_in_are_left_as_they_were():
 of_values, of_rewards, of_turns = bare(gae), bare(returns_to_go), bare(discount_turns)
 BY_TOKEN = {
     "gae": lambda r, v, m: of_values(r, v, m, 0.9, 0.8),
+    "gae_truncated": lambda r, v, m: of_values(r, v, m, 0.9, 0.8, m[:, 2]),
+    "turn_gae": lambda r, v, m: bare(turn_gae)(r, v, m, 0.9, 0.8, m[:, 2]),
     "returns_to_go": lambda r, v, m: of_rewards(r, m, 0.9),
     "whiten": lambda r, v, m: whiten(r, m),
     "discount_turns": lambda r, v, m: of_turns(r, 0.9),
@@ -244,7 +318,7 @@ def test_frameworks_that_double_their_steps_agree_with_the_loop_at_every_length(
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["gae", "returns_to_go", "whiten"])
+@pytest.mark.parametrize("name", ["gae", "turn_gae", "returns_to_go", "whiten"])
 @pytest.mark.parametrize("framework", ["numpy", "jax", "torch"])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
 def test_garbage_behind_the_mask_changes_nothing(name, framework, garbage):
@@ -257,6 +331,7 @@ def test_garbage_behind_the_mask_changes_nothing(name, framework, garbage):
     "function, names",
     [
         (lambda r, v, m: gae(r, v, m, gamma=1.5), r"gae\.gamma"),
+        (lambda r, v, m: turn_gae(r, v, m, gamma=1.5), r"turn_gae\.gamma"),
         (lambda r, v, m: gae(r, v, m, lam=-0.1), r"gae\.lam"),
         (lambda r, v, m: returns_to_go(r, m, gamma=99), r"returns_to_go\.gamma"),
         (lambda r, v, m: discount_turns(r, float("nan")), r"discount_turns\.gamma"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.algorithms.corrections import importance, masked, second_moment, truncated
+from areal_x.algorithms.corrections import importance, masked, rejected, second_moment, truncated
 from areal_x.errors import ConfigError
 from tests.algorithms.agreement import agree
 from tests.algorithms.frameworks import apply, value_and_gradient
@@ -21,6 +21,10 @@ CORRECTIONS = {
     **{f"masked_{level}": partial(masked, low=0.8, high=1.5, level=level) for level in ("token", "sequence", "geometric")},
     "masked_without_weight": partial(masked, low=0.8, high=1.5, reweight=False),
     "second_moment": second_moment,
+    **{
+        f"rejected_{metric}_{level}": partial(rejected, metric=metric, level=level, low=low, high=0.4)
+        for metric, level, low in (("k1", "token", -0.5), ("k2", "sequence", None), ("k3", "sum", None), ("k3", "max", None))
+    },
 }
 on_every_correction = pytest.mark.parametrize("name", CORRECTIONS)
 
@@ -64,6 +68,27 @@ def test_importance_truncated_and_masked_are_the_formula_token_by_token(level, s
         assert counted[at] == float(0.8 <= ratio <= 1.5)
         kinds.add((ratio < 0.8) - (ratio > 1.5))
     assert scale > 1 or kinds == {-1, 0, 1}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sum", "max"])
+@pytest.mark.parametrize("metric", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("low, high", [(None, 0.3), (0.1, 0.8), (-0.4, None), (None, None)])
+def test_rejection_is_the_formula_sequence_by_sequence(metric, level, low, high):
+    of_token = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: exp(d) - 1 - d}[metric]
+    kinds = set()
+    for seed in range(3):
+        log_ratio, mask, ids = make(seed)
+        found = rejected(log_ratio, mask, ids, metric, level, low, high)
+        for at in np.ndindex(mask.shape):
+            own = [of_token(log_ratio[at[0], t]) for t in range(14) if mask[at[0], t] and ids[at[0], t] == ids[at]]
+            values = {"token": [of_token(log_ratio[at])], "sequence": [np.mean(own or [0])], "sum": [sum(own)], "max": own}[
+                level
+            ]
+            inside = all((low is None or x >= low) and (high is None or x <= high) for x in values)
+            assert found[at] == float(mask[at] and inside)
+            kinds |= {inside} if mask[at] else set()
+    assert True in kinds or level != "token"
+    assert (False in kinds) == (not (low is None and high is None) and not (low == -0.4 and metric != "k1"))
 
 
 def test_a_bound_that_is_none_does_not_bind_and_a_bound_itself_is_kept():
@@ -160,6 +185,9 @@ def test_no_gradient_flows(name, framework):
         (partial(masked, low=2.0, high=1.0), r"masked\.low = 2\.0 .* at most masked\.high = 1\.0"),
         (partial(masked, low=-0.5), r"masked\.low"),
         (partial(masked, high=0.0), r"masked\.high"),
+        (partial(rejected, metric="k4"), r"rejected\.metric"),
+        (partial(rejected, level="geometric"), r"rejected\.level"),
+        (partial(rejected, low=2.0, high=1.0), r"rejected\.low = 2\.0 .* at most rejected\.high = 1\.0"),
         (partial(second_moment, threshold=-1.0), r"second_moment\.threshold"),
     ],
 )

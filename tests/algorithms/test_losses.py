@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from math import exp
+from math import exp, log
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +24,7 @@ LOSSES = {
     "cispo": losses.cispo,
     "cispo_low": partial(losses.cispo, clip_low=0.3),
     "dppo_tv": losses.dppo_tv,
+    "kpop": partial(losses.kpop, threshold=0.03),
     "value_clip": losses.value_clip,
     "entropy_bonus": partial(losses.entropy_bonus, coefficient=0.01),
     "sft": losses.sft,
@@ -33,7 +34,7 @@ LOSSES = {
     "divergence": losses.divergence,
     "combined": losses.combine(bare(losses.ppo_clip), partial(bare(losses.kl_penalty), coefficient=0.04, estimator="k2")),
 }
-CLIPPED = ("ppo_clip", "ppo_clip_dual", "gspo", "gmpo", "sapo", "cispo", "cispo_low", "dppo_tv")
+CLIPPED = ("ppo_clip", "ppo_clip_dual", "gspo", "gmpo", "sapo", "cispo", "cispo_low", "dppo_tv", "kpop")
 on_every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
@@ -80,6 +81,13 @@ def by_hand(name: str, policy: Policy, batch: Batch, at: tuple[int, int], frozen
         moved = exp(then.logp) - exp(b)
         return 0.0 if (a > 0 and moved > 0.15) or (a < 0 and moved < -0.15) else -a * exp(now.logp - b)
 
+    def kpop() -> float:
+        def divergence(p: float, q: float) -> float:
+            return p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+
+        p, q = (min(max(exp(x), 1e-6), 1 - 1e-6) for x in (then.logp, b))
+        return 0.0 if max(divergence(p, q), divergence(q, p)) > 0.03 else -a * exp(now.logp - b)
+
     def value() -> float:
         near = old + min(max(now.values - old, -0.2), 0.2)
         return max((now.values - target) ** 2, (near - target) ** 2) / 2
@@ -94,6 +102,7 @@ def by_hand(name: str, policy: Policy, batch: Batch, at: tuple[int, int], frozen
         "cispo": lambda: -min(fixed_r, 1.28) * a * now.logp,
         "cispo_low": lambda: -max(min(fixed_r, 1.28), 0.7) * a * now.logp,
         "dppo_tv": dppo,
+        "kpop": kpop,
         "value_clip": value,
         "entropy_bonus": lambda: -0.01 * now.entropy,
         "sft": lambda: -now.logp,
@@ -120,7 +129,7 @@ def test_terms_are_the_formula_token_by_token(name):
         assert (metric[~batch.mask] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "dppo_tv"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "dppo_tv", "kpop"])
 def test_the_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took(name):
     policy, batch = example(6)
     _, metrics = LOSSES[name](policy, batch)
@@ -156,6 +165,17 @@ def test_gspo_gives_every_token_of_a_sequence_the_same_ratio():
         own = own_tokens(batch, at)
         mean = np.mean([policy.logp[i] - batch.proximal_logp[i] for i in own])
         assert [metrics["ratio"][i] for i in own] == pytest.approx([exp(mean)] * len(own))
+
+
+def test_kpop_allows_a_rare_token_ten_times_its_probability_and_a_sure_one_little():
+    p = np.array([[1e-3, 0.99, 0.5, 0.5]])
+    q = np.array([[1e-2, 0.80, 0.5, 0.05]])
+    mask, ones = np.ones((1, 4), bool), np.ones((1, 4))
+    batch = Batch(ones, ones, ones, mask, behavior_logp=np.log(q), advantages=ones)
+    for policy, b in ((np.log(p), batch), (np.log(q), batch.replace(behavior_logp=np.log(p)))):  # in both directions
+        terms, metrics = losses.kpop(Policy(logp=policy), b)
+        assert metrics["clip_fraction"].tolist() == [[0, 1, 0, 1]]
+        assert terms[0, 0] == pytest.approx(-np.exp(policy - b.behavior_logp)[0, 0])
 
 
 def test_dppo_leaves_a_token_out_by_its_probability_and_not_by_its_ratio():
