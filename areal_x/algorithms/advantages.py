@@ -111,7 +111,6 @@ def gae(
     mask: Bool[Array, "S T"],
     gamma: float = 1.0,
     lam: float = 1.0,
-    truncated: Bool[Array, " S"] | None = None,
 ) -> tuple[Float[Array, "S T"], Float[Array, "S T"]]:
     """Generalised advantage estimation: (advantages, returns), where returns = A + V is the
     critic's target, before any whitening.
@@ -123,9 +122,6 @@ def gae(
     Args:
         gamma: Discount γ per token, from 0 to 1.
         lam: λ, from 0 (one-step estimates) to 1 (full returns).
-        truncated: Sequences that were cut off and not ended, whose value after the last masked token
-            is not 0 but taken to be that at this token (partial-episode bootstrapping, arXiv
-            1712.00378); None for none.
     """
     within("gae.gamma", gamma, 0, 1)
     within("gae.lam", lam, 0, 1)
@@ -134,8 +130,6 @@ def gae(
     # at t, the value of the first masked token from t on
     upcoming = _backward(values, _discounts(mask, 0.0, values))
     following = xp.concat([upcoming[:, 1:], xp.zeros_like(values[:, :1])], axis=1)
-    if truncated is not None:
-        following = xp.where(_last(mask) & truncated[:, None], values, following)
     deltas = masked(rewards + gamma * following - values, mask)
     advantages = masked(_backward(deltas, _discounts(mask, gamma * lam, values)), mask)
     return advantages, advantages + values
@@ -148,7 +142,6 @@ def turn_gae(
     mask: Bool[Array, "S T"],
     gamma: float = 1.0,
     lam: float = 1.0,
-    truncated: Bool[Array, " S"] | None = None,
 ) -> tuple[Float[Array, "S T"], Float[Array, "S T"]]:
     """Generalised advantage estimation over turns: (advantages, returns), before any whitening. A turn
     is a run of adjacent masked tokens, one action whose state is what precedes it.
@@ -160,8 +153,6 @@ def turn_gae(
     Args:
         gamma: Discount γ per turn, from 0 to 1.
         lam: λ, from 0 (one-turn estimates) to 1 (full returns).
-        truncated: Sequences that were cut off and not ended: the value after their last turn is taken
-            to be that at their last masked token; None for none.
     """
     within("turn_gae.gamma", gamma, 0, 1)
     within("turn_gae.lam", lam, 0, 1)
@@ -174,9 +165,6 @@ def turn_gae(
     # at t, the value at the beginning of the first turn from t on
     upcoming = _backward(masked(values, first), _discounts(first, 0.0, values))
     following = xp.concat([upcoming[:, 1:], xp.zeros_like(values[:, :1])], axis=1)
-    if truncated is not None:
-        at_end = xp.sum(masked(values, _last(mask)), axis=1, keepdims=True)
-        following = xp.where(_last(first) & truncated[:, None], at_end + 0 * values, following)
     deltas = masked(turn_rewards + gamma * following - values, first)
     of_turns = masked(_backward(deltas, _discounts(first, gamma * lam, values)), first)
     advantages, at_start = (
@@ -184,6 +172,22 @@ def turn_gae(
         for x in (of_turns, values)
     )
     return advantages, advantages + at_start
+
+
+def bootstrapped(
+    rewards: Float[Array, "S T"],
+    values: Float[Array, "S T"],
+    mask: Bool[Array, "S T"],
+    truncated: Bool[Array, " S"],
+    gamma: float,
+) -> Float[Array, "S T"]:
+    """Rewards of sequences some of which were cut off and did not end: γ V is added to the last masked
+    token's, with V the value at this token, taken for that after it. `gae` then computes with V after
+    the end where it has 0. Source: partial-episode bootstrapping, arXiv 1712.00378."""
+    xp = array_namespace(rewards)
+    count = xp.cumulative_sum(xp.astype(mask, xp.int32), axis=1)
+    last = mask & (count == count[:, -1:])
+    return masked(rewards, mask) + gamma * masked(values, last & truncated[:, None])
 
 
 @gin.configurable(module="advantages")
@@ -248,9 +252,11 @@ def whitened_gae(
     truncated: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimates, whitened over the batch, and the returns that the critic is
-    trained on (see `gae` and `whiten`). Source: PPO, arXiv 1707.06347; whitening: Stiennon et al.,
+    trained on (see `gae`, `bootstrapped` and `whiten`). Source: PPO, arXiv 1707.06347; whitening: Stiennon et al.,
     arXiv 2009.01325."""
-    advantages, returns = gae(rewards, values, mask, gamma, lam, truncated)
+    if truncated is not None:
+        rewards = bootstrapped(rewards, values, mask, truncated, gamma)
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
     return np.asarray(whiten(advantages, mask)), np.asarray(returns)
 
 
@@ -263,8 +269,10 @@ def whitened_turn_gae(
     truncated: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantage estimates of turns, whitened over the batch, and the returns that the critic is
-    trained on (see `turn_gae` and `whiten`). Source: Turn-PPO, arXiv 2512.17008."""
-    advantages, returns = turn_gae(rewards, values, mask, gamma, lam, truncated)
+    trained on (see `turn_gae`, `bootstrapped` and `whiten`). Source: Turn-PPO, arXiv 2512.17008."""
+    if truncated is not None:
+        rewards = bootstrapped(rewards, values, mask, truncated, gamma)
+    advantages, returns = turn_gae(rewards, values, mask, gamma, lam)
     return np.asarray(whiten(advantages, mask)), np.asarray(returns)
 
 
@@ -319,13 +327,6 @@ def _discounts(mask: Array, discount: float, like: Array) -> Array:
     """The discount where masked, 1 elsewhere: an unmasked token passes the later sum through."""
     xp = array_namespace(like)
     return xp.where(mask, xp.full_like(like, discount), xp.ones_like(like))
-
-
-def _last(mask: Array) -> Array:
-    """True at the last masked token of each row."""
-    xp = array_namespace(mask)
-    count = xp.cumulative_sum(xp.astype(mask, xp.int32), axis=1)
-    return mask & (count == count[:, -1:])
 
 
 def _forward(terms: Array, factors: Array) -> Array:

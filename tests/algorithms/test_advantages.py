@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_x.algorithms.advantages import (
+    bootstrapped,
     discount_turns,
     gae,
     greedy_baseline,
@@ -178,7 +179,7 @@ def test_a_truncated_sequence_goes_on_with_the_last_value_that_is_known(gamma, l
     """As if a token followed it whose value is that of the last one, and whose own delta is 0."""
     rewards, values, mask = written_by_the_policy(0)
     truncated = np.array([True, True, True, False, True])
-    found, returns = gae(rewards, values, mask, gamma, lam, truncated)
+    found, returns = gae(bootstrapped(rewards, values, mask, truncated, gamma), values, mask, gamma, lam)
     expected = sums_over_what_is_to_come(rewards, values, mask, gamma, lam)
     for row in np.flatnonzero(truncated & mask.any(1)):
         live = np.flatnonzero(mask[row])
@@ -186,8 +187,8 @@ def test_a_truncated_sequence_goes_on_with_the_last_value_that_is_known(gamma, l
             expected[row, t] += (gamma * lam) ** (len(live) - 1 - i) * gamma * values[row, live[-1]]
     np.testing.assert_allclose(found, expected, atol=1e-12)
     np.testing.assert_allclose(returns, np.where(mask, found + values, 0), atol=1e-12)
-    nobody = gae(rewards, values, mask, gamma, lam, np.zeros(5, bool))[0]
-    np.testing.assert_array_equal(nobody, gae(rewards, values, mask, gamma, lam)[0])
+    nobody = bootstrapped(rewards, values, mask, np.zeros(5, bool), gamma)
+    np.testing.assert_array_equal(nobody, np.where(mask, rewards, 0))
 
 
 def turns_of(mask):
@@ -200,8 +201,8 @@ def turns_of(mask):
 @pytest.mark.parametrize("cut", [False, True])
 def test_turn_gae_is_gae_of_a_sequence_with_one_token_a_turn(gamma, lam, cut):
     rewards, values, mask = written_by_the_policy(1)
-    truncated = np.full(5, cut)
-    advantages, returns = turn_gae(rewards, values, mask, gamma, lam, truncated if cut else None)
+    earned = bootstrapped(rewards, values, mask, np.full(5, cut), gamma)
+    advantages, returns = turn_gae(earned, values, mask, gamma, lam)
     expected, target, several = np.zeros_like(rewards), np.zeros_like(rewards), False
     for row in range(5):
         turns = turns_of(mask[row])
@@ -293,10 +294,11 @@ def test_the_rewards_that_come_in_are_left_as_they_were():
 
 
 of_values, of_rewards, of_turns = bare(gae), bare(returns_to_go), bare(discount_turns)
+of_turns_values = bare(turn_gae)
 BY_TOKEN = {
     "gae": lambda r, v, m: of_values(r, v, m, 0.9, 0.8),
-    "gae_truncated": lambda r, v, m: of_values(r, v, m, 0.9, 0.8, m[:, 2]),
-    "turn_gae": lambda r, v, m: bare(turn_gae)(r, v, m, 0.9, 0.8, m[:, 2]),
+    "bootstrapped": lambda r, v, m: bootstrapped(r, v, m, m[:, 2], 0.9),
+    "turn_gae": lambda r, v, m: of_turns_values(r, v, m, 0.9, 0.8),
     "returns_to_go": lambda r, v, m: of_rewards(r, m, 0.9),
     "whiten": lambda r, v, m: whiten(r, m),
     "discount_turns": lambda r, v, m: of_turns(r, 0.9),
@@ -318,7 +320,7 @@ def test_frameworks_that_double_their_steps_agree_with_the_loop_at_every_length(
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["gae", "turn_gae", "returns_to_go", "whiten"])
+@pytest.mark.parametrize("name", ["gae", "turn_gae", "bootstrapped", "returns_to_go", "whiten"])
 @pytest.mark.parametrize("framework", ["numpy", "jax", "torch"])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
 def test_garbage_behind_the_mask_changes_nothing(name, framework, garbage):
