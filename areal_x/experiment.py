@@ -24,7 +24,7 @@ import gin
 import numpy as np
 
 from areal_x.algorithms import mismatch
-from areal_x.batching.batch import Models, complete, fill_batches, make_batches, pack_minibatches
+from areal_x.batching.batch import Models, complete, fill_batches, pack_minibatches
 from areal_x.build import Factory, Message, Parts
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
