@@ -39,6 +39,7 @@ BROUGHT = {
     "mcp_types": "mcp",
     "referencing": "jsonschema",
     "huggingface_hub": "transformers",
+    "ml_dtypes": "each backend",
     "jax": "areal-x-jax",
     "torch": "areal-x-torch",
     "openai": "verifiers",

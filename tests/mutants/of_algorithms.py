@@ -98,8 +98,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "DPPO's ratio is to the policy before the step, not to the one that sampled",
-            "    ratio = importance_ratio(policy.logp, batch.behavior_logp, batch.mask)",
-            "    ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)",
+            "    ratio = importance_ratio(policy.logp, batch.behavior_logp, batch.mask)\n    moved",
+            "    ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)\n    moved",
         ),
         (
             "DPPO leaves out tokens that moved the right way",
@@ -171,8 +171,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "GRPO's baseline is the mean of the batch, not of the group",
-            "    deviation = relative - _mean(relative, group)\n",
-            "    deviation = relative - _mean(relative, xp.zeros_like(group))\n",
+            "    deviation = relative - _mean(relative, group)\n    if scale",
+            "    deviation = relative - _mean(relative, xp.zeros_like(group))\n    if scale",
         ),
         (
             "a group of equal rewards is divided by its deviation of 0",
@@ -264,8 +264,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the correction is the inverse of the ratio",
-            "    own = arrays.masked(stop_gradient(log_ratio), mask)",
-            "    own = arrays.masked(stop_gradient(-log_ratio), mask)",
+            "    own = arrays.masked(stop_gradient(log_ratio), mask)\n    if level",
+            "    own = arrays.masked(stop_gradient(-log_ratio), mask)\n    if level",
         ),
         (
             "M2PO leaves out the tokens that moved least",
@@ -353,8 +353,8 @@ MUTANTS: list[Mutant] = [
         (f"{T}advantages.py", "tests/batching/test_batch.py"),
         (
             "the critic's targets are made of whitened advantages",
-            "    return np.asarray(whiten(advantages, mask)), np.asarray(returns)",
-            "    return np.asarray(whiten(advantages, mask)), np.asarray(whiten(advantages, mask)) + values",
+            " = gae(rewards, values, mask, gamma, lam)\n    return np.asarray(whiten(advantages, mask)), np.asarray(returns)",
+            " = gae(rewards, values, mask, gamma, lam)\n    return (np.asarray(whiten(advantages, mask)),) * 2",
         ),
     ),
     *planted(

@@ -292,8 +292,8 @@ OF_TURNS: list[Mutant] = [
         ("limits of episodes run in the trainer's turn", "        self.runner.limits.stop()\n", ""),
         (
             "limits of episodes stand still for good",
-            "            self.runner.limits.go_on()\n            if self._running",
-            "            if self._running",
+            "            self.runner.limits.go_on()\n            if self.evaluates_only",
+            "            if self.evaluates_only",
         ),
         ("servers wake for groups that are there", "        if not wait and self._turn_goes_on():\n", "        if False:\n"),
         (
