@@ -118,7 +118,13 @@ def format_of(config: Any) -> ImageFormat:
         patch = tower.num_channels, tower.patch_size, tower.patch_size
         return ImageFormat(token, config.spatial_merge_size, patch, rows=True)
     if config.model_type == "llama4":
-        patch, merge = (tower.num_channels, *[tower.patch_size] * 2), shuffled_side(config)
+        if not (merge := shuffled_side(config)):
+            raise UserError(
+                "config.json: the parts of vision_config do not fit together (image_size, patch_size,"
+                " pixel_shuffle_ratio, intermediate_size, and the widths of projectors), so that the"
+                " model is trained on text alone"
+            )
+        patch = tower.num_channels, tower.patch_size, tower.patch_size
         return ImageFormat(token, merge, patch, tower.image_size // tower.patch_size)
     if config.model_type.startswith("gemma4"):
         size, merge = tower.patch_size, tower.pooling_kernel_size
@@ -166,12 +172,15 @@ def divides(config: Any) -> bool:
 
 def shuffled_side(config: Any) -> int:
     """Returns the side of the squares of a Llama 4's patches that share a token; 0 if its patches do not
-    fill a tile, or squares of them do not."""
+    fill a tile, squares of them do not, or its projectors do not read what comes before them: then
+    transformers' tower cannot run either."""
     tower = config.vision_config
     size, patch, merge = tower.image_size, tower.patch_size, round(1 / tower.pixel_shuffle_ratio)
     if not (isinstance(size, int) and isinstance(patch, int)) or size % (patch * merge):
         return 0
-    return merge if merge * tower.pixel_shuffle_ratio == 1 else 0
+    widths = {tower.projector_input_dim, tower.projector_output_dim, tower.vision_output_dim}
+    joined = tower.intermediate_size == tower.hidden_size * merge**2
+    return merge if merge * tower.pixel_shuffle_ratio == 1 and joined and len(widths) == 1 else 0
 
 
 def described_config(config: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ pytest.importorskip("transformers.image_processing_backends")  # before torchvis
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.features import check_served
 from areal_x.errors import UserError
-from areal_x.hf.image_format import pixels_of
+from areal_x.hf.image_format import described_config, pixels_of, takes_images
 from areal_x.hf.image_reader import load_image_reader, read_prompt_images
 from areal_x.hf.image_tiles import TileProcessor
 from areal_x.hf.tokenizer import load_tokenizer
@@ -130,6 +130,16 @@ def test_tokens_and_patches_are_those_of_the_tiles(directory: Path) -> None:
     assert len(form.spans(tokens, [tuple(x) for x in images.grids.tolist()])) == sum(map(len, tiles))
     with pytest.raises(UserError, match="writes 6 image tokens for 5 images"):
         encode(tokenizer, message("<|image|>", *PICTURES), images)
+
+
+@pytest.mark.parametrize("change", [{"image_size": 18}, {"intermediate_size": 65}, {"vision_output_dim": 8}])
+def test_a_tower_whose_parts_do_not_fit_is_none(change: dict[str, int], tmp_path: Path) -> None:
+    config = {**CONFIG, "vision_config": CONFIG["vision_config"] | change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert takes_images(described_config(CONFIG))
+    assert not takes_images(described_config(config))
+    with pytest.raises(UserError, match="parts of vision_config do not fit together"):
+        load_image_reader(str(tmp_path))
 
 
 def test_images_are_not_sent_to_vllm_servers(directory: Path) -> None:

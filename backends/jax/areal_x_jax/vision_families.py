@@ -254,20 +254,13 @@ def read_tiles(described: ParsedConfig) -> VisionArchitecture:
     """Reads Llama 4's tower, adapter and projector. Raises as `read_vision_architecture`."""
     whole, vision = described.whole, described.whole.vision_config
     form, rope = format_of(whole), vision.rope_parameters
-    widths = {vision.projector_input_dim, vision.projector_output_dim, vision.vision_output_dim}
     refuse_features(
         {
-            f"projectors of {sorted(widths)} features in a row": len(widths) > 1,
             f"a projector_dropout of {vision.projector_dropout}": vision.projector_dropout > 0,
             f"{rope} in the vision tower": rope["rope_type"] not in ("default", "axial"),
         }
     )
     check_heads(vision, 4)
-    if vision.intermediate_size != vision.hidden_size * form.merge**2:
-        raise UserError(
-            f"config.json: intermediate_size = {vision.intermediate_size} of the vision tower must be"
-            f" {form.merge}² times its hidden_size = {vision.hidden_size}, whose neighbours it joins"
-        )
     return VisionArchitecture(
         family=described.family.model_type,
         module="vision_model",
