@@ -59,6 +59,8 @@ MESHES = {
     "experts-adapters-fsdp": ("moe-adapted", {"fsdp": 2, "expert": 2}),
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
     "squares": ("gemma3_vl-headed", {"fsdp": 2}),
+    "rows": ("mistral3_vl", {"fsdp": 2}),
+    "placed": ("gemma4_vl", {"fsdp": 2}),
     "hybrid-context": ("hybrid", {"fsdp": 2, "context": 2}),
     "hybrid-experts": ("hybrid-moe", {"context": 2, "expert": 2}),
     "stages-fsdp": ("qwen2", {"stage": 2, "fsdp": 2}),
@@ -129,7 +131,8 @@ def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: p
     write_config(HYBRID_MOE, folder / "hybrid-moe")
     write_random("qwen3_vl", folder / "qwen3_vl")
     write_random("qwen2_5_vl", folder / "qwen2_5_vl")
-    write_random("gemma3_vl-headed", folder / "gemma3_vl-headed")
+    for name in ("gemma3_vl-headed", "mistral3_vl", "gemma4_vl"):
+        write_random(name, folder / name)
     for name, of in SAME.items():
         (folder / name).symlink_to(folder / of)
     find(folder, 1, {f"one-{model}": (model, {}) for model, _ in meshes.values()})

@@ -195,9 +195,12 @@ def features_of(
         found = model.get_image_features(*padded_patches(patches, grids, form), return_dict=True)
         return [torch.cat(list(found.pooler_output))]
     if not form.directed:
+        count = len(patches) // form.merge**2
+        if count == 1:  # transformers drops the axis of a single token: with another it stays
+            patches, grids = (torch.cat([x, x]) for x in (patches, grids))
         pixels, sizes = padded_pixels(patches, grids, form)
         found = model.get_image_features(pixels, image_sizes=sizes, return_dict=True)
-        return [torch.cat(list(found.pooler_output))]
+        return [torch.cat(list(found.pooler_output))[:count]]
     found = model.get_image_features(patches, grids, return_dict=True)
     deeper = getattr(found, "deepstack_features", None) or ()
     return [torch.cat(list(x)) for x in (found.pooler_output, *deeper)]
