@@ -7,12 +7,12 @@ is with JAX the rows that a device computes at once (trainer.micro_batch_rows), 
 least as many as stages, if c is not 1.
 
 The work: updates of a random Qwen3 of 12M parameters, almost all in its 16 layers, on one batch of full rows. r takes its
-values in turns. JAX's devices are virtual and share the CPU's cores, so the time of a step is the work of all stages, also of
-those that have no rows; the time of the largest r is the measure of what is not lost, of each number of chunks alone, so that
-what chunks cost beside is seen in the seconds of a step. torch's stages are processes, more than
-there are cores: each measures the processor time of each chunk's forward and backward passes, and what is lost follows from
-these and the order in which they are computed, as if each stage had a device and sending took no time. It is also counted for
-backward passes that take twice the time of forward ones.
+values in turns. JAX's devices are virtual and share the CPU's cores, so the processor time of a step is the work of all stages,
+also of those that have no rows; the time of the largest r is the measure of what is not lost, of each number of chunks alone,
+so that what chunks cost beside is seen in the seconds of a step. torch's stages are processes, more than there are cores: each
+measures the processor time of each chunk's forward and backward passes, and what is lost follows from these and the order in
+which they are computed, as if each stage had a device and sending took no time. It is also counted for backward passes that
+take twice the time of forward ones.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def torch_times(directory: Path, stages: int, chunks: int, rounds: int) -> dict[
 
 
 def times(directory: Path, stages: int, chunks: int, rounds: int) -> dict[int, float]:
-    """Seconds of a step by the rows at once, in a process with as many devices as stages."""
+    """Processor seconds of a step by the rows at once, in a process with as many devices as stages."""
     from areal_x.algorithms import losses
     from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
     from areal_x_jax.trainer import Trainer
@@ -140,10 +140,10 @@ def times(directory: Path, stages: int, chunks: int, rounds: int) -> dict[int, f
     took: dict[int, list[float]] = {rows: [] for rows in AT_ONCE}
     for number in range(rounds + 1):
         for rows, trainer in trainers.items():
-            began = time.perf_counter()
+            began = time.process_time()
             trainer.update(batch, losses.sft)
             if number:  # the first compiles
-                took[rows].append(time.perf_counter() - began)
+                took[rows].append(time.process_time() - began)
     return {rows: median(of) for rows, of in took.items()}
 
 
@@ -183,7 +183,7 @@ def report_jax(command: list[str], stages: int, chunks: int) -> None:
         lost, counted = 1 - whole / seconds, 1 - rows * chunks / turns(rows, stages, chunks)
         by_formula = (stages - 1) / (rows * chunks + stages - 1)
         shares = f"{lost:.1%} lost, counted {counted:.1%}, by the formula {by_formula:.1%}"
-        print(f"JAX, {stages} stages of {chunks}, {rows} rows at once: {seconds:.3f} s a step, {shares}", flush=True)
+        print(f"JAX, {stages} stages of {chunks}, {rows} rows at once: {seconds:.3f} processor s a step, {shares}", flush=True)
 
 
 def main() -> None:
