@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_x import plan, train
+from areal_x.algorithms.assembly import PARTS, PENALTIES
 from areal_x.config.reader import load
 from areal_x.config.types import check_early, check_experiment
 from tests import forking
@@ -90,6 +91,25 @@ def test_the_commands_of_a_page_are_understood(page: str, found: re.Match[str]) 
         config = load(ROOT / options.file, options.bindings)
         check_early(config)
         check_experiment(config)
+
+
+SETTING = re.compile(r"`([a-z_]+\.[a-z_]+)(?: = [^`]*)?`")
+GUIDES = ("first_run.md", "troubleshooting.md", "best_practices.md", "migration.md", "sizing.md", "monitoring.md")
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_setting_that_a_guide_names_exists(page: str) -> None:
+    """Of a table that translates, the column that is this project's."""
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
+    recipes = {name.removesuffix(".parts") for name in listed if name.endswith(".parts")}
+    listed |= {f"{recipe}.{part}" for recipe in recipes for part in (*PARTS, *PENALTIES)}
+    sections = {name.partition(".")[0] for name in listed}
+    text = (ROOT / "docs" / page).read_text()
+    if page == "migration.md":
+        text = "".join(line.split(" | ")[1] + "\n" for line in text.splitlines() if line.startswith("|") and " | " in line)
+    named = [name for name in SETTING.findall(text) if name.partition(".")[0] in sections]
+    assert named
+    assert [name for name in named if name not in listed] == []
 
 
 def test_every_block_says_what_language_it_is_in():

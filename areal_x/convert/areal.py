@@ -319,7 +319,7 @@ def _bookkeeping(fields: Fields, gin: GinText, steps: dict[str, int | None]) -> 
         if entity := fields.get(f"{at}.entity"):
             gin.bind("tracking.entity", entity)
         if group := fields.get(f"{at}.group"):
-            gin.bind("tracking.group", group)
+            gin.bind("tracking.run_group", group)
         if tags := fields.get(f"{at}.tags"):
             gin.bind("tracking.tags", tuple(tags))
         gin.replace("train.project", fields.get(f"{at}.project") or fields.get("experiment_name"))

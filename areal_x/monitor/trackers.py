@@ -38,7 +38,7 @@ class TrackingConfig:
     """wandb's entity or SwanLab's workspace: the user or team that owns the project; None is the
     user's default."""
 
-    group: str | None = None
+    run_group: str | None = None
     """Group of runs that this one belongs to."""
 
     tags: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class TrackingConfig:
             one_of("tracking.artifacts", name, ARTIFACTS)
         readers = {
             "entity": ("wandb", "swanlab"),
-            "group": TRACKERS,
+            "run_group": TRACKERS,
             "tags": ("wandb", "swanlab"),
             "mode": ("wandb", "swanlab"),
             "artifacts": ("wandb",),
@@ -123,7 +123,7 @@ class Wandb:
             resume="allow",
             config=dict(settings),
             entity=tracking.entity,
-            group=tracking.group,
+            group=tracking.run_group,
             tags=list(tracking.tags) or None,
             mode=tracking.mode,
         )
@@ -169,7 +169,7 @@ class SwanLab:
             resume="allow",
             config=dict(settings),
             workspace=tracking.entity,
-            group=tracking.group,
+            group=tracking.run_group,
             tags=list(tracking.tags) or None,
             mode=tracking.mode,
         )
@@ -188,7 +188,7 @@ class Trackio:
         self, run: Path, project: str, settings: Mapping[str, Any], tracking: TrackingConfig
     ) -> None:
         init: Any = importlib.import_module("trackio").init
-        given = {"group": tracking.group} if tracking.group else {}
+        given = {"group": tracking.run_group} if tracking.run_group else {}
         self._run = init(
             project=project, name=unique_id(run), resume="allow", config=dict(settings), **given
         )

@@ -106,7 +106,7 @@ def test_wandb_gets_entity_group_tags_and_the_runs_files_and_model(tmp_path: Pat
     for file in ("model.safetensors", "config.json", "optimizer.bin"):
         (model / file).write_text(file)
     (run / "config.gin").write_text("train.steps = 3")
-    given = {"entity": "us", "group": "ablations", "tags": ["first", "short"], "mode": "offline"}
+    given = {"entity": "us", "run_group": "ablations", "tags": ["first", "short"], "mode": "offline"}
     write(tmp_path, "wandb", [(str(run), None, [1])], **given, artifacts=["files", "model"])
     (file,) = run.rglob("*.wandb")
     shows, _, rows = shown(file)
@@ -122,7 +122,7 @@ def test_swanlab_keeps_settings_and_rows_of_a_run_offline(tmp_path: Path) -> Non
     pytest.importorskip("swanlab")
     run = tmp_path / "x-1"
     run.mkdir()
-    write(tmp_path, "swanlab", [(str(run), None, [1, 2]), (str(run), 1, [2, 3])], mode="offline", tags=["short"], group="g")
+    write(tmp_path, "swanlab", [(str(run), None, [1, 2]), (str(run), 1, [2, 3])], mode="offline", tags=["short"], run_group="g")
     files = list((run / "swanlog").rglob("*.swanlab"))
     assert len(files) == 2
     assert all((run / trackers.ID).read_text().encode() in file.read_bytes() for file in files)
