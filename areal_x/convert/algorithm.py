@@ -30,6 +30,8 @@ def convert_algorithm(fields: Fields, gin: GinText, supervised: bool) -> None:
         _advantages(fields, gin, recipe)
     if recipe in MEAN_OF_SEQUENCES:
         gin.bind(f"{recipe}.weighting", Raw("@weighting.token_mean"))
+    if fields.get("actor.mask_no_eos_with_zero"):
+        gin.bind(f"{recipe}.truncated", "mask")
     _proximal(fields, gin, recipe)
     _reference(fields, gin, recipe)
 

@@ -36,7 +36,7 @@ REASONS = (
     ("actor.reward_norm*", "group_relative uses the unbiased deviation; group_relative.eps is 1e-6"),
     ("actor.reward_clip", "Clip in the reward function"),
     ("actor.reward_*", "Scale and shift in the reward function"),
-    ("actor.mask_no_eos_with_zero", "Truncated answers are trained on; let the reward be 0 for them"),
+    ("critic.mask_no_eos_with_zero", "The critic is trained on what the policy is"),
     ("actor.kl_*", "kl_ctl is 0"),
     ("actor.log_agent_stats*", "The journal has every trajectory (docs/journal.md)"),
     ("actor.eps_clip*", "The recipe has no clip"),

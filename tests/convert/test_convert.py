@@ -132,6 +132,7 @@ def test_the_recipe_follows_from_the_switches(shape: str, algorithm: str, settin
         ({"reward_norm": {"mean_level": "group", "mean_leave1out": True}}, "decoupled_ppo.advantages = @leave_one_out"),
         ({"reward_norm": {"mean_level": "group", "std_level": "batch"}}, "group_relative.scale = 'batch'"),
         ({"reward_norm": None}, "train.algorithm = @reinforce_pp()"),
+        ({"mask_no_eos_with_zero": True}, "decoupled_ppo.truncated = 'mask'"),
         ({"prox_logp_method": "loglinear"}, "decoupled_ppo.proximal = 'interpolate'"),
     ],
 )
