@@ -36,7 +36,7 @@ ONLINE = {
     "m2po": {},
     "decoupled_ppo": {},
     "dppo": {},
-    "icepop": {"truncated": "mask"},
+    "icepop": {},
     "kpop": {},
     "maxrl": {},
     "turn_ppo": {"truncated": "bootstrap"},

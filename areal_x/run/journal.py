@@ -331,6 +331,17 @@ class Journal:
             for ticket, position, name, version, content in found
         ]
 
+    def groups(self) -> Iterator[Group]:
+        """Yields the groups that ended, in the order of their tickets: those that were consumed or
+        wait, and, without tokens, those that were given back. Their tasks have only an id."""
+        with self._open() as connection:
+            found = connection.execute(
+                "SELECT ticket, task, admitted_version, content FROM groups WHERE content IS NOT NULL"
+                " ORDER BY ticket"
+            ).fetchall()
+        for ticket, name, version, content in found:
+            yield decode(content, Task(name, ""), ticket, version)
+
     def to_pandas(self) -> Any:
         """Returns a table with one row per trajectory of the finished groups, and a row without
         tokens for an episode that was not scored: the step that consumed it (NaN: none yet), task,
