@@ -4,8 +4,8 @@ report of what truncated sampling kept (areal_x.engines.vllm.kept_tokens), the p
 that workers use (areal_x.engines.vllm.proof.worker), the versions that are made from deltas beside
 the server (areal_x.engines.vllm.versions), the sleep of a server on a CPU
 (areal_x.engines.vllm.cpu_sleep), the temperatures of guessed positions there
-(areal_x.engines.vllm.cpu_guesses), and what servers of several workers lack
-(areal_x.engines.vllm.wide).
+(areal_x.engines.vllm.cpu_guesses) and the permission to use AMX (areal_x.engines.vllm.cpu_tiles),
+and what servers of several workers lack (areal_x.engines.vllm.wide).
 
 vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of
 its processes. Trainer and server need not share a framework or a process group, only a folder
@@ -57,6 +57,7 @@ def register() -> None:
     from areal_x.engines.vllm import (
         cpu_guesses,
         cpu_sleep,
+        cpu_tiles,
         kept_tokens,
         loading,
         rdt_receiver,
@@ -103,4 +104,5 @@ def register() -> None:
     kept_tokens.install()
     cpu_sleep.install()
     cpu_guesses.install()
+    cpu_tiles.install()
     wide.install()
