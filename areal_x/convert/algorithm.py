@@ -88,7 +88,6 @@ def _critic(fields: Fields, gin: GinText) -> None:
     path = fields.get("critic.path")
     if path and path != fields.peek("actor.path"):
         gin.bind("critic.path", path)
-    fields.get("critic.is_critic")
     if fields.get("critic.ppo_n_minibatches") not in (None, fields.peek("actor.ppo_n_minibatches")):
         gin.note("critic.ppo_n_minibatches", "the critic takes a step with each of the policy's")
     _whitened(fields)
@@ -112,8 +111,6 @@ def _advantages(fields: Fields, gin: GinText, recipe: str) -> None:
         return
     mean = fields.get("actor.reward_norm.mean_level")
     spread = fields.get("actor.reward_norm.std_level")
-    fields.get("actor.reward_norm.group_size")
-    fields.get("actor.group_size")
     if fields.get("actor.reward_norm.mean_leave1out"):
         gin.bind(f"{recipe}.advantages", Raw("@leave_one_out"))
         if spread is not None:
@@ -133,8 +130,7 @@ def _proximal(fields: Fields, gin: GinText, recipe: str) -> None:
         return
     decoupled = fields.get("actor.use_decoupled_loss")
     method = fields.get("actor.prox_logp_method", "recompute")
-    recomputes = fields.get("actor.recompute_logprob")
-    if recipe != "decoupled_ppo" and (decoupled or recomputes):
+    if recipe != "decoupled_ppo" and (decoupled or fields.get("actor.recompute_logprob")):
         gin.bind(f"{recipe}.proximal", "recompute")
     if method == "loglinear":
         gin.replace(f"{recipe}.proximal", "interpolate")

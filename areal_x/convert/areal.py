@@ -117,11 +117,8 @@ def _lengths_and_steps(
         tokens_of_micro_batch = fields.get("actor.mb_spec.max_tokens_per_mb")
         gin.bind("train.group_size", int(fields.get("gconfig.n_samples", 1)))
         new = int(fields.get("gconfig.max_new_tokens", 16384))
-        if fields.get("actor.max_new_tokens", new) != new:
-            gin.note("actor.max_new_tokens", "gconfig.max_new_tokens is what is sampled")
         gin.bind("sampling.max_tokens", new)
         gin.bind("sampling.temperature", float(fields.get("gconfig.temperature", 1.0)))
-        fields.get("actor.temperature")  # of the same policy
         if (top_p := float(fields.get("gconfig.top_p", 1.0))) != 1:
             gin.bind("sampling.top_p", top_p)
         top_k = int(fields.get("gconfig.top_k", 0))
@@ -148,6 +145,10 @@ def _steps(fields: Fields, gin: GinText, groups: int, tasks: int | None) -> dict
     steps = epochs * epoch if epoch else None
     if most := fields.get("total_train_steps"):
         steps = min(steps, int(most)) if steps else int(most)
+        if not epoch:
+            gin.note(
+                "total_train_epochs", "total_train_steps ends the run; --tasks N makes epochs count"
+            )
     if steps:
         gin.bind("train.steps", steps, f"{epochs} epochs of {epoch}" if epoch else "")
     else:
@@ -198,8 +199,6 @@ def _model(fields: Fields, gin: GinText, model: str) -> None:
         targets = [str(x) for x in fields.get(f"{model}.target_modules", [])]
         if targets and not any(x.startswith("all") for x in targets):
             gin.bind("lora.targets", tuple(targets))
-        fields.get(f"{model}.peft_type")
-        fields.get("rollout.use_lora")
 
 
 def _allocation(fields: Fields, model: str) -> Allocation:
@@ -281,7 +280,6 @@ def _servers(fields: Fields, gin: GinText, found: Allocation) -> None:
     if episodes:
         requests = -(-int(episodes) * samples // servers)
         gin.bind(f"{program}.concurrency", max(1, min(requests, most)), "requests of each server")
-    fields.get("rollout.consumer_batch_size")
     memory = {
         "vllm": ("vllm.gpu_memory_utilization", "--gpu-memory-utilization"),
         "sglang": ("sglang.mem_fraction_static", "--mem-fraction-static"),
