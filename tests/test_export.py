@@ -18,6 +18,7 @@ from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerC
 from areal_x.run import checkpoint
 from tests.experiments import tiny_experiment
 from tests.optimizer_moments import write_adamw_state
+from tests.thorough import further
 
 CONFIG = LoRAConfig(rank=2, alpha=6.0, targets=("q_proj",))
 KERNEL = "model.layers.0.self_attn.q_proj"
@@ -102,7 +103,7 @@ def test_what_cannot_be_exported_is_one_sentence(
     assert not (tmp_path / "plain").exists()
 
 
-@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("lora", [2, *further(0)])
 def test_a_run_exports_its_model_at_steps_of_its_own(lora: int, tiny_model_dir: Path, tmp_path: Path) -> None:
     """The last export is the model of the last checkpoint, with adapters merged."""
     trainer = TrainerConfig(ModelConfig(str(tiny_model_dir)), OptimizerConfig(learning_rate=1e-2), lora=LoRAConfig(rank=lora))

@@ -19,6 +19,7 @@ from areal_x.convert import areal
 from areal_x.convert.allocation import Allocation, parse_allocation
 from areal_x.convert.fields import Fields
 from areal_x.errors import UserError
+from tests.thorough import further
 
 HERE = Path(__file__).parent
 SHAPES = ("grpo", "dapo_lora", "ppo", "sft")
@@ -202,7 +203,7 @@ def test_a_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "exists and is not overwritten" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape", ["dapo_lora", "ppo", "sft"])
+@pytest.mark.parametrize("shape", ["dapo_lora", *further("ppo", "sft")])
 def test_areal_x_check_accepts_the_file_with_a_tiny_model(
     shape: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,12 +15,14 @@ from areal_x.monitor.profiler import Profiler
 from areal_x.protocols.trainer import Trainer
 from tests.cluster.test_gang_weights import Gang, ganged
 from tests.experiments import tiny_experiment
+from tests.thorough import thorough
 
 
 def events(file: Path) -> list[str]:
     return [event.get("name", "") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
 
 
+@thorough
 def test_torch_profiles_the_named_step_alone_with_generation_and_backward_pass(tiny_model_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     told: list[str] = []
