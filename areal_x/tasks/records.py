@@ -63,6 +63,8 @@ def files_of(directory: Path, split: str) -> list[Path]:
 
 def each(records: Records) -> Iterator[tuple[str, Any]]:
     """Yields every record with its place."""
+    if isinstance(records, JsonLines):  # `at` opens its file
+        return records.all()
     return (records.at(index) for index in range(len(records)))
 
 
@@ -81,6 +83,13 @@ class JsonLines:
 
     def __len__(self) -> int:
         return len(self._lines)
+
+    def all(self) -> Iterator[tuple[str, Any]]:
+        """Yields every record with its place, from one pass over the file."""
+        with self.file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{self.file}:{number}", parsed_line(self.file, number, line)
 
     def at(self, index: int) -> tuple[str, Any]:
         number, place = self._lines[index]
