@@ -252,7 +252,7 @@ def load_processor(directory: str, model_type: str) -> Any:
         # Its own needs torchvision, and joins the patches of this one, as `placed_patches` does.
         from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-        return Gemma4ImageProcessorPil.from_pretrained(directory)
+        return Gemma4ImageProcessorPil.from_pretrained(directory, trust_remote_code=False)
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False)

@@ -161,7 +161,6 @@ def test_kernels_for_gpus_alone_do_not_keep_a_model_from_being_compared_on_the_h
     ("mesh", "reason"),
     [
         ({"context": 4}, r"mesh\.context = 4.*a divisor of the model's linear_num_key_heads = 2"),
-        ({"tensor": 4}, r"mesh\.tensor = 4.*num_key_value_heads = 2"),
         ({"expert": 3}, r"mesh\.expert = 3.*a divisor of the model's 4 experts"),
     ],
 )

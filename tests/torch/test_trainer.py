@@ -204,10 +204,9 @@ def test_more_than_one_device_is_refused_by_name(models, axis):
         trainer_of(models["qwen3"], mesh=MeshConfig(**{axis: 2}))
 
 
-@pytest.mark.parametrize(("tensor", "wanted"), [(3, "num_attention_heads = 4"), (4, "num_key_value_heads = 2")])
-def test_heads_that_a_mesh_does_not_divide_are_refused(models, tensor, wanted):
-    with pytest.raises(ConfigError, match=rf"mesh\.tensor = {tensor} cannot work: it must be a divisor of .* {wanted}"):
-        check_model(models["qwen3"], MeshConfig(tensor=tensor, processes=tensor), None, learns=True)
+def test_heads_that_a_mesh_does_not_divide_are_refused(models):
+    with pytest.raises(ConfigError, match=r"mesh\.tensor = 3 cannot work: it must be a divisor of .* num_attention_heads = 4"):
+        check_model(models["qwen3"], MeshConfig(tensor=3, processes=3), None, learns=True)
 
 
 def test_a_model_that_no_device_holds_is_refused_before_it_is_loaded(models):

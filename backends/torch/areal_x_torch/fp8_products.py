@@ -165,7 +165,7 @@ def call_of(x: Tensor) -> Call | None:
 def _of_device(device: torch.device) -> Call | None:
     if device.type != "cuda" or not hasattr(functional, "scaled_mm"):
         return None
-    call = CALLS.get(torch.cuda.get_device_capability(device)[0])
+    call = CALLS.get(torch.get_device_module(device).get_device_capability(device)[0])
     if call is None:
         return None
     why = _differs(call, device)

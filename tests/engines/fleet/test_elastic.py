@@ -91,7 +91,7 @@ def trying(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         async def ready(server: Started, name: str, *_: Any) -> None:
             assert server.poll() is None
 
-        monkeypatch.setattr("areal_x.engines.vllm.server.VLLMClient", lambda url, key, transfer: cloud.told[url])
+        monkeypatch.setattr("areal_x.engines.vllm.server.VLLMClient", lambda url, key, transfer, guesses: cloud.told[url])
         monkeypatch.setattr(server, "wait_until_ready", ready)
 
         async def main() -> None:
