@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from areal_x import build
 from areal_x.cluster import connection, on_ray
 from areal_x.cluster.gang import Room
 from areal_x.protocols.engine import Completion
@@ -261,6 +262,14 @@ async def _(stall: Stall) -> None:
     with checkpoint.Saver(stall.folder, 1, print) as saver:
         await stall.threaded(lambda: saver.save(4, write, {}), "the run", "the checkpoint of step 4 to be written")
     assert checkpoint.steps(stall.folder) == [4]
+
+
+@stall("the export of step {} to be written")
+async def _(stall: Stall) -> None:
+    stall.request.getfixturevalue("monkeypatch").setattr(build, "write_whole", stall.hold)
+    policy = SimpleNamespace(weights=dict)
+    parts: Any = SimpleNamespace(run=stall.folder, models=SimpleNamespace(policy=policy), source=stall.folder, head="policy")
+    await stall.threaded(lambda: build.Parts.export(parts, 5), "the run", "the export of step 5 to be written")
 
 
 @stall("the checkpoint before to be completed")

@@ -34,6 +34,7 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
 from areal_x.engines.vllm.server import Launch
+from areal_x.errors import UserError
 from areal_x.runtime import background
 from tests.stalls import EPISODE_PATTERN, Stall, stall
 
@@ -90,6 +91,20 @@ def engine_of(stall: Stall) -> VLLMEngine:
     engine = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:9",)), model, stall.folder, lambda line: None)
     engine.supervisor.add(Replica(SERVER, ExternalServer("http://127.0.0.1:9", lambda: None), iter(())))
     return engine
+
+
+@stall("the servers' model to be written")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+
+    def write() -> None:
+        stall.hold()
+        raise UserError("it goes no further")
+
+    engine.stager.write_served = write  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="no further"):
+        await stall.for_episode(engine.start())
+    await engine.close()
 
 
 @stall("a server to take its request")

@@ -235,6 +235,8 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "lab/app.py guarded.outer: await inner": PAGE,
     "lab/index.py Index._read_new: time.sleep()": PAGE,
     "lab/index.py Index.refresh: self._lock.acquire()": PAGE,
+    "lab/terminal.py show: time.sleep()": PAGE,
+    "run/retries.py _run: child.wait()": "the command that runs another one, which is the run",
 }
 
 
