@@ -80,6 +80,9 @@ class Parts:
     head: str
     """The policy's head."""
 
+    evaluations: Mapping[str, Workflow]
+    """The workflow of each named evaluation set."""
+
     def record(self, row: Mapping[str, float]) -> None:
         """Writes a step's metrics and, now and then, the timeline."""
         self.metrics.write(row)
@@ -92,9 +95,6 @@ class Parts:
         self.journal.trained(
             step, token_records(batches, packed, self.models.policy, self.token_share)
         )
-
-    evaluations: Mapping[str, Workflow]
-    """The workflow of each named evaluation set."""
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, and prunes the journal of what no checkpoint needs any more."""

@@ -197,24 +197,33 @@ def model_directory(given: str) -> str:
 
 def evaluation_of(experiment: Experiment, sets: Sequence[EvaluationSet], path: Any) -> Evaluation:
     """Returns the experiment that evaluates a model on sets, without what only training needs."""
+    changes = without_training(experiment, path)
+    check_names(sets)
+    changes |= {"dataset": NOT_DRAWN, "evaluations": list(sets), "serving": True}
+    settings = {f.name: getattr(experiment, f.name) for f in fields(experiment)}
+    return Evaluation(**settings | changes)
+
+
+def without_training(experiment: Experiment, path: Any) -> dict[str, Any]:
+    """Returns the settings that change for an experiment that attempts tasks with a model and trains
+    nothing, by name.
+
+    Raises: ConfigError without an engine.
+    """
     if experiment.engine == "none":
         wanted = "'embedded', 'vllm' or 'sglang', which attempt tasks"
         raise ConfigError("train.engine", "none", wanted)
-    check_names(sets)
     trainer = experiment.trainer
-    changes: dict[str, Any] = {
-        "dataset": NOT_DRAWN,
-        "held_out": (),
-        "evaluations": list(sets),
-        "algorithm": reinforce_pp(),  # which needs neither a reference nor a critic
+    return {
         "trainer": replace(trainer, model=replace(trainer.model, path=path)),
+        "algorithm": reinforce_pp(),  # no reference, no critic, no filter
+        "held_out": (),
+        "evaluations": (),
         "max_staleness": 0,
         "colocate": False,
-        "serving": True,
+        "profile_steps": (),
         "name": None,
     }
-    settings = {f.name: getattr(experiment, f.name) for f in fields(experiment)}
-    return Evaluation(**settings | changes)
 
 
 def record(

@@ -16,16 +16,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import gin
 
-from areal_x.algorithms.recipes import reinforce_pp
 from areal_x.config.reader import Config
-from areal_x.errors import ConfigError, UserError
-from areal_x.evaluate import model_directory
+from areal_x.errors import UserError
+from areal_x.evaluate import model_directory, without_training
 from areal_x.evaluation.evaluation_set import EvaluationSet
-from areal_x.evaluation.results import result_of, results_table
+from areal_x.evaluation.results import SetResult, result_of, results_table
 from areal_x.experiment import Experiment
 from areal_x.monitor.step_metrics import describe_groups
 from areal_x.run import run_dir
@@ -71,7 +69,7 @@ def collect(
     name."""
     if tasks < 1:
         raise UserError(f"--tasks = {tasks} must be at least 1")
-    made = without_training(experiment, tasks, model)
+    made = collecting(experiment, tasks, model)
     run = made.open(name=run_dir.claim_name(Path(made.runs), stem))
     with made.parts(run, False, message) as parts:
         parts.rollout.publish(parts.models.policy, 0)
@@ -82,35 +80,16 @@ def collect(
     return Collected(run, groups)
 
 
-def without_training(experiment: Experiment, tasks: int, model: str | None) -> Experiment:
+def collecting(experiment: Experiment, tasks: int, model: str | None) -> Experiment:
     """Returns the experiment with a single step of `tasks` groups, and without what only training
-    needs.
-
-    Raises: ConfigError without an engine.
-    """
-    if experiment.engine == "none":
-        wanted = "'embedded', 'vllm' or 'sglang', which attempt tasks"
-        raise ConfigError("train.engine", "none", wanted)
-    trainer = experiment.trainer
-    if model is not None:
-        trainer = replace(trainer, model=replace(trainer.model, path=model_directory(model)))
-    changes: dict[str, Any] = {
-        "algorithm": reinforce_pp(),  # no reference, no critic, no filter: all groups are kept
-        "trainer": trainer,
-        "held_out": (),
-        "evaluations": (),
-        "steps": 1,
-        "groups_per_step": tasks,
-        "minibatches": 1,
-        "max_staleness": 0,
-        "window": 1,
-        "colocate": False,
-        "name": None,
-    }
+    needs."""
+    path = experiment.trainer.model.path if model is None else model_directory(model)
+    changes = without_training(experiment, path)
+    changes |= {"steps": 1, "groups_per_step": tasks, "minibatches": 1, "window": 1}
     return replace(experiment, **changes)
 
 
-def pass_rates_of(groups: Sequence[Group]) -> Any:
+def pass_rates_of(groups: Sequence[Group]) -> SetResult:
     """Returns pass@k and the mean reward of the groups' tasks, with confidence intervals."""
     tasks = [group.task for group in groups]
     attempts = len(groups[0].episodes)

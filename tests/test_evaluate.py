@@ -113,7 +113,8 @@ def test_a_run_stands_for_its_newest_checkpoint(tmp_path):
 
 
 def test_a_rollout_keeps_a_journal_of_scored_groups_that_the_lab_reads(tiny_model_dir, tmp_path, capsys):
-    experiment = tiny_experiment(tiny_model_dir, tmp_path, name=None)
+    # A rollout has one step, whichever of the run's are profiled.
+    experiment = tiny_experiment(tiny_model_dir, tmp_path, name=None, steps=3, profile_steps=(3,))
     found = rollout_command.collect(experiment, tasks=7)
     assert "7 groups are in the journal of" in capsys.readouterr().out
     with Journal(found.run) as journal:

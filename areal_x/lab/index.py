@@ -371,12 +371,14 @@ class Index:
             ).fetchall()
         except sqlite3.OperationalError:  # a journal of an earlier version, without the table
             return
+        marked = False
         for step, ticket in found:
             number = self.number_of(ticket)
             if number != NONE and self.groups.column("step")[number] == step:
+                marked |= not self.groups.column("recorded")[number]
                 self.groups.column("recorded")[number] = 1
                 self._recorded = step
-        self.changes += bool(found)
+        self.changes += marked  # the last step's were marked before
 
     def _mark_pruned(self, connection: sqlite3.Connection) -> None:
         """Marks the groups that the journal no longer keeps."""

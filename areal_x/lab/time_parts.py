@@ -170,7 +170,7 @@ def divided(stretch: Stretch, *parts: tuple[str, Iterable[Stretch]], rest: str) 
     left = [stretch] if stretch[1] > stretch[0] else []
     for part, covering in parts:
         before = total(left)
-        covering = list(covering)
+        covering = [x for x in covering if x[1] > stretch[0] and x[0] < stretch[1]]
         left = [x for one in left for x in without(one, covering)]
         found[part] = found.get(part, 0.0) + before - total(left)
     found[rest] = found.get(rest, 0.0) + total(left)
