@@ -130,7 +130,7 @@ WHERE: dict[str, tuple[Any, str]] = {
     "publishing": (rollout.Rollout, "publish"),
     "waiting for groups": (rollout.Rollout, "take"),
     "evaluation": (rollout.Rollout, "evaluate"),
-    "making batches": (experiment, "make_batches"),
+    "making batches": (experiment, "fill_batches"),
     "a step": (experiment.Experiment, "learn"),
     "metrics": (metrics.MetricsWriter, "write"),
     "the display": (display.Display, "show"),

@@ -35,6 +35,7 @@ POLICY = {
     "sapo": losses.sapo,
     "cispo": losses.cispo,
     "dppo_tv": losses.dppo_tv,
+    "kpop": losses.kpop,
     "kl_penalty": partial(losses.kl_penalty, coefficient=0.1),
     "entropy_bonus": partial(losses.entropy_bonus, coefficient=0.1),
     "sft": losses.sft,

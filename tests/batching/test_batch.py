@@ -58,10 +58,12 @@ EXPECTED = {
     "leave_one_out": own - (REWARDS.sum() - own) / 4,
     # The minimum-variance baseline weights an episode by its length, so one without tokens does not count.
     "length_weighted_baseline": own - (own * list(ANSWERS.values())).sum() / sum(ANSWERS.values()),
+    "mean_normalized": (own - REWARDS.mean()) / REWARDS.mean(),
     "greedy_baseline": own - GREEDY,
     "whitened_returns": whitened(own),
     "whitened_returns baseline": whitened(own - REWARDS.mean()),
     "whitened_gae": whitened(own),
+    "whitened_turn_gae": whitened(own),  # an answer is one turn
 }
 
 
