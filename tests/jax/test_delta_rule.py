@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from areal_x.errors import ConfigError, UserError
+from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_jax import delta_rule
 from areal_x_jax.architecture import check_sharing, read_architecture
 from areal_x_jax.delta_rule import NONE, Inputs
-from areal_x_jax.sharding import AXES, Partitioner, check_divisible
+from areal_x_jax.sharding import AXES, Partitioner, check_divisible, staged
 from tests.model_families import CASES
 
 HEADS, GROUP, KEYS, VALUES = 2, 3, 4, 5
@@ -107,7 +108,7 @@ def test_what_such_layers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     ):
         mesh: Any = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
         with pytest.raises(UserError, match=reason):
-            check_divisible(Partitioner(mesh), arch)
+            check_divisible(Partitioner(mesh), staged(arch, MeshConfig(**sizes)))
     mesh = AbstractMesh(tuple({"tensor": 2}.get(axis, 1) for axis in AXES), AXES)
     with pytest.raises(UserError, match=r"mesh\.tensor = 2 does not divide the 1 key heads of the delta rule"):
         check_divisible(Partitioner(mesh), architecture("qwen3_5_text-0", linear_num_key_heads=1))
