@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from areal_x.engines.vllm.features import check_served
+from areal_x.engines.vllm.features import check_sent_images
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.endings import FILES, named_ends, stop_tokens, turn_end
 from areal_x.hf.image_reader import read_prompt_images
@@ -85,7 +85,7 @@ def check_lengths(
             " engine does not send to SGLang servers",
         )
     if any(images) and settings.engine == "vllm":
-        check_served(model.directory, settings.vllm)
+        check_sent_images(model.directory, settings.vllm)
     longest = max(
         len(encode(tokenizer, task.prompt, of_task))
         for task, of_task in zip(first, images, strict=True)

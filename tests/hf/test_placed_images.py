@@ -17,7 +17,7 @@ Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers.image_processing_backends")  # before torchvision is replaced, for which it looks
 
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import check_served
+from areal_x.engines.vllm.features import check_sent_images
 from areal_x.errors import UserError
 from areal_x.hf.image_reader import read_prompt_images
 from areal_x.hf.tokenizer import load_tokenizer
@@ -96,4 +96,4 @@ def test_tokens_and_patches_are_those_of_hugging_faces_own_processor(
 def test_images_are_not_sent_to_vllm_servers(tmp_path: Path) -> None:
     write_prompt_files(tmp_path, SEEING_PLACED["gemma4_vl"])
     with pytest.raises(UserError, match=r"is a gemma4, whose images are not sent to vLLM servers: use train\.engine"):
-        check_served(tmp_path, VLLMConfig(urls=("http://127.0.0.1:1",)))
+        check_sent_images(tmp_path, VLLMConfig(urls=("http://127.0.0.1:1",)))

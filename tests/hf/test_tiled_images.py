@@ -19,7 +19,7 @@ Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers.image_processing_backends")  # before torchvision is replaced, for which it looks
 
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import check_served
+from areal_x.engines.vllm.features import check_sent_images
 from areal_x.errors import UserError
 from areal_x.hf.image_format import described_config, pixels_of, takes_images
 from areal_x.hf.image_reader import load_image_reader, read_prompt_images
@@ -144,4 +144,4 @@ def test_a_tower_whose_parts_do_not_fit_is_none(change: dict[str, int], tmp_path
 
 def test_images_are_not_sent_to_vllm_servers(directory: Path) -> None:
     with pytest.raises(UserError, match=r"is a llama4, whose images are not sent to vLLM servers: use train\.engine"):
-        check_served(directory, VLLMConfig(urls=("http://127.0.0.1:1",)))
+        check_sent_images(directory, VLLMConfig(urls=("http://127.0.0.1:1",)))

@@ -14,7 +14,7 @@ from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient, vllm_client
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import check_served, features_of, served_format
+from areal_x.engines.vllm.features import check_sent_images, features_of, served_format
 from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.handles import HandlesSender
 from areal_x.engines.vllm.server import Launch
@@ -70,7 +70,7 @@ class VLLMEngine(FleetEngine[VLLMConfig]):
     @cached_property
     def _image_format(self) -> ImageFormat:
         """How the served model takes images. Raises: UserError if its servers cannot be sent any."""
-        check_served(self.model, self.config)
+        check_sent_images(self.model, self.config)
         return served_format(self.model)
 
     def chat_servers(self) -> Sequence[VLLMClient]:

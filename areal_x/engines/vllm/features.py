@@ -47,7 +47,7 @@ def served_format(model: Path) -> ImageFormat:
     return format_of(described_config(config))
 
 
-def check_served(model: Path, config: VLLMConfig) -> None:
+def check_sent_images(model: Path, config: VLLMConfig) -> None:
     """Raises: UserError for a model whose images cannot be sent to vLLM servers, or that they would
     compute otherwise.
 
