@@ -26,6 +26,7 @@ from areal_x.hf.image_positions import Grid, check_count, check_grids, image_spa
 # Model types that are trained with images: those with positions in three directions, and others.
 DIRECTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 SEEN = ("gemma3", "mistral3", "gemma4", "gemma4_unified", "llama4")
+VISION_MODELS = (*DIRECTED, *SEEN)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def takes_images(config: Any) -> bool:
         return divides(config)
     if config.model_type == "llama4":
         return shuffled_side(config) > 0
-    return config.model_type in (*DIRECTED, *SEEN)
+    return config.model_type in VISION_MODELS
 
 
 def divides(config: Any) -> bool:

@@ -28,8 +28,7 @@ from jaxtyping import Int32
 
 from areal_x.errors import TaskError, UserError
 from areal_x.hf.image_format import (
-    DIRECTED,
-    SEEN,
+    VISION_MODELS,
     ImageFormat,
     described_config,
     format_of,
@@ -214,7 +213,7 @@ def load_image_reader(directory: str) -> ImageReader:
     that does not load."""
     config = read_config(Path(directory))
     model_type, tower = config.get("model_type"), config.get("vision_config")
-    if model_type not in (*DIRECTED, *SEEN) or not tower:
+    if model_type not in VISION_MODELS or not tower:
         reads = f"is a {model_type}, which is trained on text alone" if tower else "reads text only"
         raise UserError(f"the prompt has images and {directory} {reads}: {WANTED}")
     described = described_config(config)

@@ -17,11 +17,11 @@ from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.packing import pack
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
+from areal_x.hf.image_format import takes_images
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.attention import sdpa
 from areal_x_torch.flat_rows import flatten_rows
-from areal_x_torch.images import sees
 from areal_x_torch.segments import Segments
 from tests.model_families import CASES, HYBRIDS
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config
@@ -173,11 +173,11 @@ def test_what_is_saved_after_a_step_says_the_same_in_transformers(family_dir, tm
     # Which no gradient trains.
     learnt = {n for n in names[0] if not n.endswith((".e_score_correction_bias", ".layer_scalar"))}
     if model.has_vision(trainer.model):  # what nothing goes through stays as it is
-        frozen = ("vision_tower.head.",) if sees(trainer.model.config) else BESIDE
+        frozen = ("vision_tower.head.",) if takes_images(trainer.model.config) else BESIDE
         beside = {n for n in names[0] if n.startswith(frozen)}
         learnt -= beside
         first, last = (dict(model_dir.read_tensors(x, beside)) for x in (family_dir(name), tmp_path))
-        assert beside or (sees(trainer.model.config) and "gemma3" not in name)
+        assert beside or (takes_images(trainer.model.config) and "gemma3" not in name)
         assert all(np.array_equal(first[n], last[n]) for n in beside)
     assert {n for n, _ in model_dir.read_moments(tmp_path)} == {
         which + n for n in learnt for which in ("exp_avg.", "exp_avg_sq.")

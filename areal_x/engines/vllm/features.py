@@ -20,8 +20,8 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.errors import UserError
 from areal_x.hf.image_format import (
-    DIRECTED,
     SEEN,
+    VISION_MODELS,
     ImageFormat,
     described_config,
     format_of,
@@ -40,7 +40,7 @@ RAW = 3  # vLLM's number for bytes in msgpack
 def served_format(model: Path) -> ImageFormat:
     """Returns how a served model takes images. Raises: UserError for a text-only model."""
     config = read_config(model)
-    if config.get("model_type") not in (*DIRECTED, *SEEN) or not config.get("vision_config"):
+    if config.get("model_type") not in VISION_MODELS or not config.get("vision_config"):
         raise UserError(
             f"the prompt has images but {model} is a text-only model: train a vision-language model"
         )

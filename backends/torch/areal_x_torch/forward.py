@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from areal_x.hf.image_format import takes_images
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_torch import context_parallel, experts, head, model
@@ -31,7 +32,7 @@ from areal_x_torch.flat_rows import (
     padding_row,
     to_tensor,
 )
-from areal_x_torch.images import row_images, sees
+from areal_x_torch.images import row_images
 from areal_x_torch.pipeline import Chunk, Pipeline
 from areal_x_torch.pipeline_schedule import Run, States
 from areal_x_torch.segments import Attend, Segments
@@ -226,7 +227,7 @@ class Forward:
         net = self.module.model
         tokens = to_tensor(flat.take(packed.tokens)[own], self.device)
         positions, images = flat.positions[own], None
-        if sees(net.config):
+        if takes_images(net.config):
             positions, images = row_images(packed, flat, net.config, self.device, self.distributed)
             positions = positions[..., own]
         segments = Segments.of(

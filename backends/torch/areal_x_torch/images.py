@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.image_format import (
-    DIRECTED,
-    SEEN,
     ImageFormat,
     format_of,
     pixels_of,
@@ -29,9 +27,6 @@ from areal_x.hf.image_positions import (
 from areal_x.types import Batch
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 
-# The model_types that are trained with images.
-VISION_MODELS = (*DIRECTED, *SEEN)
-
 
 class RowImages(NamedTuple):
     """The images of a flat row in the order of its tokens, and the indices of their tokens. spans: where
@@ -45,14 +40,9 @@ class RowImages(NamedTuple):
     near: bool = False
 
 
-def sees(config: Any) -> bool:
-    """True if images are trained with the model of a transformers config."""
-    return takes_images(config)
-
-
 def counts_in_three(config: Any) -> bool:
     """True if the model of a transformers config has positions in time, height and width."""
-    return sees(config) and format_of(config).directed
+    return takes_images(config) and format_of(config).directed
 
 
 def check_images(batch: Batch, config: Any, context: int = 1) -> None:
@@ -60,7 +50,7 @@ def check_images(batch: Batch, config: Any, context: int = 1) -> None:
     processes that each row is split over."""
     if not batch.has_images:
         return
-    if not sees(config):
+    if not takes_images(config):
         raise UserError(TEXT_ONLY)
     if context > 1:
         raise UserError(

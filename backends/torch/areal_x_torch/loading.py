@@ -30,11 +30,11 @@ from transformers.utils import logging
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
+from areal_x.hf.image_format import VISION_MODELS, takes_images
 from areal_x.hf.model_parts import with_parts
 from areal_x_torch import compatibility
 from areal_x_torch.dtensors import Joined, ShardedView, Stored, local, own_part
 from areal_x_torch.experts import CORRECTION, is_experts
-from areal_x_torch.images import VISION_MODELS, sees
 from areal_x_torch.model import (
     ADAPTER,
     SCORE,
@@ -134,7 +134,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
             module = model.get_submodule(place)
             delattr(module, own)
             module.register_buffer(own, parameter.detach())
-    if has_vision(model) and not sees(model.config):
+    if has_vision(model) and not takes_images(model.config):
         freeze_beside(model)
     # SigLIP's own pooling of an image, which Gemma 3 does not read, and what hears.
     for name, parameter in model.named_parameters():

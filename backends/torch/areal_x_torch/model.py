@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from areal_x.hf.image_format import takes_images
 from areal_x_torch.dtensors import ShardedView
 from areal_x_torch.dummy_model import inner_decoder
 from areal_x_torch.experts import Routing, routing_scope
-from areal_x_torch.images import RowImages, embed_images, sees
+from areal_x_torch.images import RowImages, embed_images
 from areal_x_torch.segments import Segments
 
 SCORE = "score.weight"  # a sequence classifier's head
@@ -69,7 +70,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "toke
 def decoder_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "tokens features"]:
     """Returns what the decoder gives for each token of a flat row."""
     read = {"input_ids": row.tokens[None]}
-    if sees(model.config):
+    if takes_images(model.config):
         read = embed_images(model.base_model, row.tokens[None], row.seen)
     # One row of positions, or of positions in three directions.
     with routing_scope(row.routing):

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from areal_x.hf.image_format import takes_images
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_torch import attention, experts, loading, lora, rope, sequence_parallel
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.flat_rows import to_tensor
-from areal_x_torch.images import check_sharing, sees
+from areal_x_torch.images import check_sharing
 from areal_x_torch.pipeline import check_adapters, names_of
 from areal_x_torch.sharding import check_model, sizes_of
 from areal_x_torch.tensor_split import styles_of
@@ -50,7 +51,7 @@ def check(config: TrainerConfig) -> Devices:
         device.type,
         1 if device.type == "cpu" else torch.accelerator.device_count(),
         memory_of(device),
-        images=sees(built) or not hasattr(built, "vision_config"),
+        images=takes_images(built) or not hasattr(built, "vision_config"),
     )
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from areal_x.engines.lanes import Lanes, lanes_on_cpu
 from areal_x.engines.speculation import taken
 from areal_x.errors import UserError
+from areal_x.hf.image_format import takes_images
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x.protocols.speculation import NOTHING, Guesses, Speculation
 from areal_x.runtime import cores
@@ -32,7 +33,6 @@ from areal_x.types import Kept
 from areal_x_torch import fp8, lora
 from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
-from areal_x_torch.images import sees
 from areal_x_torch.kv_cache import Cache, attend_to_cache, layers_of
 from areal_x_torch.model import named_tensors
 from areal_x_torch.prefill import prefill
@@ -197,7 +197,7 @@ class Lane:
         guesser: Guesser | None = None,
     ) -> None:
         self.model = model
-        self.supports_images = sees(model.config)
+        self.supports_images = takes_images(model.config)
         self.slots, self.context = len(cache.keys[0]), context
         self._step = step
         self._loaded = False

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from areal_x.errors import ConfigError
+from areal_x.hf.image_format import takes_images
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch.collectives import Exchange, all_tokens, own_tokens, summed_own_tokens
 from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dummy_model import inner_decoder
-from areal_x_torch.images import sees
 from areal_x_torch.split_linear import SplitLinear
 
 
@@ -38,7 +38,7 @@ def check(config: TrainerConfig, model: PreTrainedModel) -> None:
         why = "mesh.stage > 1, whose stages exchange whole rows"
     elif config.compile:
         why = "trainer.compile, whose programs contain no exchange of tokens"
-    elif sees(model.config):
+    elif takes_images(model.config):
         why = "a model with images, which enter between its layers"
     if config.mesh.sequence and why is not None:
         raise ConfigError("mesh.sequence", True, f"False with {why}")

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
+from areal_x.hf.image_format import takes_images
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
 from areal_x.protocols.shares import Shares, blank_row, own_rows
@@ -53,7 +54,7 @@ from areal_x_torch.device import (
 from areal_x_torch.dtensors import Stored, gather_each
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.forward import Forward
-from areal_x_torch.images import check_images, check_sharing, sees
+from areal_x_torch.images import check_images, check_sharing
 from areal_x_torch.pipeline import Pipeline, Stages, check_adapters
 from areal_x_torch.sharding import (
     check_model,
@@ -116,7 +117,9 @@ class Trainer(HuggingFaceTrainer):
         rope.check_length("train.row_length", config.row_length, self.model.config, self.directory)
         if config.frozen or config.lora.rank:
             loading.freeze(self.model, self.dtype)
-        if self.teacher is not None and sees(self.teacher.config) != sees(self.model.config):
+        if self.teacher is not None and takes_images(self.teacher.config) != takes_images(
+            self.model.config
+        ):
             raise ConfigError(
                 "train.teacher",
                 config.teacher,
