@@ -106,6 +106,8 @@ LONGEST_FIRST = (
     "tests/jax/test_attention.py",
     "tests/torch/test_decoder_blocks.py",
 )
+# Modules of which each function is one worker's.
+DIVIDED = {"tests/jax/test_families.py"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,7 +121,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.endswith(".ipynb::quickstart.ipynb"):  # it trains five models
             item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(module(item)))
+            # A file of many cases, whose functions share no models that take long to make, would keep one worker alone at last.
+            divided = module(item) in DIVIDED and isinstance(item, pytest.Function)
+            group = f"{module(item)}::{item.originalname}" if divided else module(item)
+            item.add_marker(pytest.mark.xdist_group(group))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(module(item), len(places)))
 

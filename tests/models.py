@@ -446,18 +446,22 @@ def shown_to(
     directory: Path, answer: int = 9, image_like: bool = True, seed: int = 0, ends: tuple[int, ...] = ()
 ) -> list[Trajectory]:
     """Trajectories with images that this model takes, and without. ends: further parts of each prompt."""
-    config, how = read_config(directory), {"answer": answer, "image_like": image_like, "seed": seed}
-    form = image_format.format_of(image_format.described_config(config))
+    form = image_format.format_of(image_format.described_config(read_config(directory)))
     prompts = SQUARE_PROMPTS if form.side else PROMPTS
+    return of_form(form, *((*parts, *ends) for parts in prompts), answer=answer, image_like=image_like, seed=seed)
 
-    def of_form(part: int | tuple[int, int, int]) -> int | tuple[int, int, int]:
+
+def of_form(form: image_format.ImageFormat, *prompts: Sequence[int | tuple[int, int, int]], **how: Any) -> list[Trajectory]:
+    """As `with_images`, with images that towers of this form take in place of those of Qwen's."""
+
+    def part_of_form(part: int | tuple[int, int, int]) -> int | tuple[int, int, int]:
         if isinstance(part, int):
             return part
         frames, height, width = part
         frames = frames if form.directed else 1
         return form.blank if part == SQUARE else (frames, height // 2 * form.merge, width // 2 * form.merge)
 
-    made = [(*map(of_form, parts), *ends) for parts in prompts]
+    made = [[part_of_form(part) for part in parts] for parts in prompts]
     return with_images(*made, features=form.features, merge=form.merge, rows=form.rows, **how)
 
 

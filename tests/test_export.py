@@ -53,6 +53,25 @@ def test_a_merged_kernel_is_the_base_plus_the_scaled_product_and_all_else_is_the
     assert model_dir.resolve(str(tmp_path / "plain")) == tmp_path / "plain"
 
 
+@pytest.mark.parametrize("model_type, turned", [("gemma4_text", False), ("llama4", True), ("some_other", None)])
+def test_experts_kernels_that_are_square_are_merged_where_the_family_says_which_axis_is_which(
+    model_type: str, turned: bool | None
+) -> None:
+    kernel, rng = "model.layers.0.experts.down_proj", np.random.default_rng(0)
+    base = {kernel: rng.normal(size=(2, 3, 3)).astype(np.float32)}
+    a, b = rng.normal(size=(2, 3)).astype(np.float32), rng.normal(size=(3, 2)).astype(np.float32)
+    adapter = {f"base_model.model.model.layers.0.experts.lora_{x}.weight": value for x, value in zip("AB", (a, b), strict=True)}
+    settings = {"r": 1, "lora_alpha": 1.0, "target_parameters": ["experts.down_proj"]}
+    merged = adapters.merge(base.items(), adapter.items(), settings, model_type)
+    if turned is None:
+        with pytest.raises(UserError, match="is square"):
+            dict(merged)
+        return
+    products = np.stack([np.outer(b[:, expert], a[expert]) for expert in range(2)])  # [experts, out, in]
+    expected = base[kernel] + (products.transpose(0, 2, 1) if turned else products)
+    np.testing.assert_allclose(dict(merged)[kernel], expected, rtol=1e-6)
+
+
 def test_a_base_in_bf16_stays_in_bf16_and_is_rounded_once() -> None:
     base = {f"{KERNEL}.weight": np.full((1, 1), 1.0, bfloat16)}
     factors = {"A": np.float32([[1.0], [1.0]]), "B": np.float32([[0.003, 0.003]])}  # each alone would be rounded away

@@ -38,8 +38,9 @@ EXPERT_KERNELS = ("gate_up_proj", "up_proj", "down_proj")
 # Files' names of an expert's own kernel, and which half of the stacked gate_up_proj it is.
 HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 DOWN = {"down_proj", "w2"}
-# Models whose files have stacked kernels [experts, in, out] for certain.
-INPUTS_FIRST = {"gpt_oss"}
+# Whether a model's files have stacked kernels [experts, in, out], rather than [experts, out, in].
+INPUTS_FIRST = dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), True)
+INPUTS_FIRST |= dict.fromkeys(("gemma4", "gemma4_text"), False)
 OF_EXPERTS = re.compile(
     r"^(?P<module>.+\.experts)\.(?:(?P<expert>\d+)\.)?(?P<kernel>\w+?)(?:\.weight)?$"
 )
@@ -124,7 +125,7 @@ def merge(
         if (found := parts.of(within)) is not None:
             used.add(found.module)
             merged = tensor.astype(np.float32) + found.product(
-                name, tensor.shape, model_type in INPUTS_FIRST
+                name, tensor.shape, INPUTS_FIRST.get(model_type)
             )
             tensor = merged.astype(tensor.dtype)
         yield name, tensor
@@ -149,10 +150,9 @@ class _Part(NamedTuple):
     kernel: str | None = None
     expert: int | None = None
 
-    def product(self, name: str, shape: tuple[int, ...], inputs_first: bool) -> np.ndarray:
-        """Returns what is added to the tensor. inputs_first: stacked kernels are known to be
-        [experts, in, out]; otherwise their shapes show it. Raises: UserError if it has another shape.
-        """
+    def product(self, name: str, shape: tuple[int, ...], inputs_first: bool | None) -> np.ndarray:
+        """Returns what is added to the tensor. inputs_first: whether stacked kernels are [experts, in,
+        out]; None where their shapes must show it. Raises: UserError if it has another shape."""
         product: np.ndarray
         if self.kernel is None:
             product = self.b @ self.a
@@ -166,12 +166,12 @@ class _Part(NamedTuple):
                 product = np.split(product, 2)[HALVES[self.kernel]]
         else:
             product = b @ a
-            if shape[1] == shape[2] and not inputs_first:
+            if shape[1] == shape[2] and inputs_first is None:
                 raise UserError(
                     f"{name} is square, so that its file does not show whether its rows are inputs or"
                     " outputs: merge the adapter with PEFT"
                 )
-            if product.shape != shape or inputs_first:
+            if inputs_first or (inputs_first is None and product.shape != shape):
                 product = product.transpose(0, 2, 1)
         if product.shape != shape:
             raise UserError(f"the adapter of {name} is for the shape {product.shape}, not {shape}")

@@ -31,7 +31,7 @@ from areal_x_jax.vision_architecture import VisionArchitecture
 from tests.anchored import ANCHORED
 from tests.conftest import python_with
 from tests.kept import kept_with
-from tests.models import IMAGE, with_images
+from tests.models import IMAGE, SQUARE, of_form
 
 ROWS, LENGTH, UPDATES = 16, 32, 10
 LOSS = losses.combine(losses.ppo_clip, ANCHORED)
@@ -50,9 +50,9 @@ def batch_of(vocab: int, seed: int, tower: VisionArchitecture | None = None) -> 
         versions = np.zeros(length - prompt)
         made.append(Trajectory.from_completion(tokens[:prompt], tokens[prompt:], logprobs, versions, 1.0, kept=kept))
     if tower is not None:
-        one = tower.form.blank
-        shown = ((3, one), (one, 2, one), (one,)) if tower.side else ((3, (1, 4, 6)), ((1, 2, 2), 2, (2, 2, 2)), ((1, 6, 4),))
-        made += with_images(*shown, answer=5, seed=seed, features=tower.in_features, merge=tower.merge)
+        squares = (3, SQUARE), (SQUARE, 2, SQUARE), (SQUARE,)
+        others = (3, (1, 4, 6)), ((1, 2, 2), 2, (2, 2, 2)), ((1, 6, 4),)
+        made += of_form(tower.form, *(squares if tower.form.side else others), answer=5, seed=seed)
     packed = pack(made, LENGTH, ROWS)
     batch, advantages = packed.batch, packed.spread(rng.normal(size=len(made)))
     pairs = np.full((ROWS, KEPT, 2), -1, np.int32)

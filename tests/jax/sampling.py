@@ -38,15 +38,17 @@ def sample(directory: str | Path, mesh: dict[str, int]) -> dict[str, Any]:
     sampler, snapshot = trainer.sampler(SLOTS, CONTEXT), trainer.snapshot()
     first, compiled = drawn(sampler, snapshot), sampler.programs
     trainer.update(batch_of(64, 1), losses.ppo_clip)
+    again, compiled_again = drawn(sampler, snapshot), sampler.programs - compiled
     head = [lane._params[0]["head"] for lane in sampler.lanes]
+    # Made last: JAX counts the programs of one function together, whichever sampler compiled them.
     guessing = trainer.sampler(SLOTS, CONTEXT, Speculation(method="draft", tokens=2, draft=str(directory)))
     guessed, in_all = drawn(guessing, snapshot), guessing.programs
     return {
         "guessed": [guessed, drawn(guessing, snapshot)],
         "guesses_compiled_again": guessing.programs - in_all,
         "first": first,
-        "again": drawn(sampler, snapshot),
-        "compiled_again": sampler.programs - compiled,
+        "again": again,
+        "compiled_again": compiled_again,
         "devices": sorted({device.id for kernel in head for device in kernel.sharding.device_set}),
         "share": [kernel.addressable_shards[0].data.size / kernel.size for kernel in head],
     }

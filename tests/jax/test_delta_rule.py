@@ -97,13 +97,13 @@ def architecture(name: str, **changes: Any) -> Any:
 
 
 def test_what_such_layers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    arch = architecture("qwen3_next-0")
+    arch = architecture("qwen3_next-0", vocab_size=48)
     with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*gated delta rule layers.*torch does"):
         check_sharing(True, tmp_path, arch)
     with pytest.raises(UserError, match="linear_num_key_heads = 3 does not divide linear_num_value_heads = 4"):
         architecture("qwen3_5_text-0", linear_num_key_heads=3)
     for sizes, reason in (
-        ({"tensor": 4}, r"mesh\.tensor = 4 does not divide the 2 key-value heads"),
+        ({"tensor": 4}, r"mesh\.tensor = 4 does not divide the 2 key heads of the delta rule"),
         ({"stage": 2}, r"mesh\.stage = 2 gives stages different kinds .*layers 0, 1, 2 have a gated delta rule"),
     ):
         mesh: Any = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)

@@ -229,7 +229,14 @@ def test_a_batch_without_images_is_that_of_a_text_model(model_dir_of: MadeModel)
 
 @thorough
 @pytest.mark.parametrize(
-    "name, mesh", [("qwen3_vl", {"data": 2, "fsdp": 2, "tensor": 2}), ("gemma3_vl", {"fsdp": 2, "context": 2, "tensor": 2})]
+    "name, mesh",
+    [
+        ("qwen3_vl", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("gemma3_vl", {"fsdp": 2, "context": 2, "tensor": 2}),
+        ("mistral3_vl", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("gemma4_vl", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("llama4_vl", {"data": 2, "fsdp": 2, "expert": 2}),
+    ],
 )
 def test_updates_are_the_same_on_a_mesh(name: str, mesh: dict[str, int], model_dir_of: MadeModel) -> None:
     directory = model_dir_of(name)
@@ -238,8 +245,8 @@ def test_updates_are_the_same_on_a_mesh(name: str, mesh: dict[str, int], model_d
     np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["grad_norm"], alone["grad_norm"], rtol=1e-4)
     np.testing.assert_allclose(found["logp"], alone["logp"], atol=1e-4)
-    # Of images of one size a row has one or two, and more patches then.
-    assert found["programs"] == alone["programs"] <= (2 if name.startswith("gemma3_vl") else 1)
+    # Of images of one size a row has one or two, and more patches then; Pixtral's differ by their rows' breaks.
+    assert found["programs"] == alone["programs"] <= (1 if name in ("qwen3_vl", "gemma4_vl") else 2)
     assert found["share"] < 0.6
 
 

@@ -28,6 +28,7 @@ from areal_x_jax.sampler import Sampler
 from areal_x_jax.sampling import uniform
 from tests.engines import conformance
 from tests.launching import finished
+from tests.models import DIVISIBLE, write_config
 from tests.thorough import further, thorough
 
 from .sampling import sample
@@ -188,10 +189,11 @@ def test_what_every_family_draws_has_the_probability_that_its_trainer_gives(
 
 
 @thorough
-def test_a_mesh_draws_what_one_device_draws_each_group_with_its_own_slots(
-    model_dir_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    directory, file = model_dir_of("even"), tmp_path / "drawn.json"
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_a_mesh_draws_what_one_device_draws_each_group_with_its_own_slots(key_heads: int, tmp_path: Path) -> None:
+    """One head is fewer than a group's devices."""
+    directory = write_config(DIVISIBLE["even"] | {"num_key_value_heads": key_heads}, tmp_path / "model")
+    file = tmp_path / "drawn.json"
     command = [sys.executable, "-m", "tests.jax.sampling", str(directory), str(file), json.dumps({"fsdp": 4, "tensor": 2})]
     finished(command, 1, 8, tmp_path)
     found, alone = json.loads(file.read_text()), sample(directory, {})

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_jax.architecture import read_architecture
+from areal_x_jax.row_attention import repeat_heads
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner, check_divisible, make_partitioner, staged
 from tests.model_families import CASES
 from tests.models import DIVISIBLE, MODELS, MORE
@@ -65,7 +67,7 @@ def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_betwe
 @pytest.mark.parametrize(
     "name, axis, size, says",
     [
-        ("qwen3", "tensor", 4, "mesh.tensor = 4 does not divide the 2 key-value heads"),
+        ("qwen3-one", "tensor", 4, "mesh.tensor = 4 does not divide the 6 features of the keys"),
         ("qwen3", "tensor", 3, "mesh.tensor = 3 does not divide the 4 heads"),
         ("qwen3-biased", "tensor", 4, "mesh.tensor = 4 does not divide the 50 entries of the vocabulary"),
         ("qwen3", "fsdp", 5, "mesh.fsdp = 5 does not divide the 32 features"),
@@ -85,8 +87,6 @@ def test_ten_updates_are_the_same_on_every_mesh_with_a_rest_on_the_host_in_betwe
         ),
         ("qwen3", "stage_chunks", 2, "mesh.stage = 2 · mesh.stage_chunks = 2 does not divide the 2 layers"),
         ("gemma4", "stage", 2, "as the layers 2, 5 have full attention and the layers 3, 4, 5 share keys and values of others"),
-        ("gemma4", "tensor", 4, "mesh.tensor = 4 does not divide the 2 key-value heads"),
-        ("gemma4-one", "tensor", 2, "mesh.tensor = 2 does not divide the 1 key-value heads of full layers"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, size: int, says: str) -> None:
@@ -97,13 +97,24 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, 
     architectures = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
     architectures |= {"deepseek_v3": "DeepseekV3ForCausalLM", "gemma4_text": "Gemma4ForCausalLM"}
     odd = {"qwen2-moe-odd": MORE["qwen2-moe"] | {"shared_expert_intermediate_size": 41, "mlp_only_layers": [0]}}
-    odd |= {"gemma4": CASES["gemma4_text-0"] | {"vocab_size": 48}, "gemma4-one": CASES["gemma4_text-4"]}
+    odd |= {"gemma4": CASES["gemma4_text-0"] | {"vocab_size": 48}, "qwen3-one": MODELS["qwen3-tied"] | {"head_dim": 6}}
     odd["latent"] = DIVISIBLE["even-latent"] | {"num_hidden_layers": 3, "first_k_dense_replace": 1}
     config = (MODELS | MORE | DIVISIBLE | odd)[name]
     arch = read_architecture({**config, "architectures": [architectures[str(config["model_type"])]]})
     of_stages = {"stage": {"stage": size}, "stage_chunks": {"stage": 2, "stage_chunks": size}}.get(axis, {})
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
         check_divisible(Sized(), staged(arch, MeshConfig(**of_stages)))
+
+
+@pytest.mark.parametrize("key_heads, devices, repeated", [(1, 4, 4), (2, 4, 4), (3, 2, 6), (6, 4, 12), (4, 2, 4)])
+def test_each_query_finds_its_key_head_where_heads_are_repeated_for_a_tensor_group(
+    key_heads: int, devices: int, repeated: int
+) -> None:
+    heads = 12
+    found = np.asarray(repeat_heads(jnp.arange(key_heads).reshape(1, 1, -1, 1), devices)).reshape(-1)
+    assert len(found) == repeated
+    for query in range(heads):
+        assert found[query // (heads // repeated)] == query // (heads // key_heads)
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -10,6 +10,24 @@ MESHES = "tests/torch/test_family_meshes.py::test_two_processes_train_each_famil
 
 MUTANTS: list[Mutant] = [
     *planted(
+        JAX + "row_attention.py",
+        ("tests/jax/test_sharding.py",),
+        (
+            "JAX: key heads that a tensor group shares come one after the other, not each beside its own",
+            "jnp.repeat(x, lcm(heads, devices) // heads, axis=2)",
+            "jnp.concatenate([x] * (lcm(heads, devices) // heads), axis=2)",
+        ),
+    ),
+    *planted(
+        "areal_x/hf/adapters.py",
+        ("tests/test_export.py",),
+        (
+            "a family's square kernels of experts are taken for those of another",
+            'dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), True)',
+            'dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), False)',
+        ),
+    ),
+    *planted(
         "areal_x/hf/image_format.py",
         SQUARES,
         (

@@ -43,9 +43,7 @@ AT_ONCE = 20  # meshes that one start of the processes is asked for: these have 
 REFUSED = {
     ("qwen3_5", "context"): "rows with images",
     ("qwen3_5_moe", "context"): "rows with images",
-    ("gemma3", "sequence"): "a model with images",
-    ("qwen3_5", "sequence"): "a model with images",
-    ("qwen3_5_moe", "sequence"): "a model with images",
+    **{(family, "sequence"): "a model with images" for family, config in SHAPES.items() if "vision_config" in config},
 }
 
 

@@ -73,8 +73,10 @@ class Lane:
         self.arch = arch
         # The sharding of the cache's parts: keys and values of each head are on the device that
         # computes its queries. Pinned, because any other output sharding of one program would make
-        # the next one compile again.
-        spec = sampling_spec(group, ("slots", "key"))
+        # the next one compile again. Whole, where there are fewer heads than devices.
+        heads = [arch.kv_heads, *([arch.varied.kv_heads] if arch.varied else [])]
+        shared = any(count % group.size for count in heads)
+        spec = sampling_spec(group, ("slots", "slots" if shared else "key"))
         self._sharding = NamedSharding(group, spec) if group.size > 1 else group.devices.flat[0]
         pinned = self._sharding if group.size > 1 else None
         self._chunk = CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK

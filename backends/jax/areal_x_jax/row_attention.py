@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import lcm
 from typing import TypeAlias
 
 import jax
@@ -108,10 +109,20 @@ def attention_of(
         query: Array, key: Array, value: Array, of_layer: Array, sinks: Array | None
     ) -> Array:
         ids = jnp.where(of_layer > 0, chunk_ids, segment_ids) if cuts else segment_ids
+        key, value = (repeat_heads(x, partitioner.size("tensor")) for x in (key, value))
         attended: Array = on_mesh(query, key, value, ids, of_layer, sinks, tries, blocks)
         return attended
 
     return attend_on_mesh
+
+
+def repeat_heads(
+    x: Float[Array, "rows length kv_heads _"], devices: int
+) -> Float[Array, "rows length repeated _"]:
+    """Returns the heads of keys or values, each as often as lets these devices divide them: queries
+    that share a head are on several devices then."""
+    heads = x.shape[2]
+    return jnp.repeat(x, lcm(heads, devices) // heads, axis=2) if heads % devices else x
 
 
 def ids_of_chunks(

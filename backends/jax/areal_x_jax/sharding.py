@@ -190,7 +190,8 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
     """Raises: UserError for a mesh that does not divide the model, before anything is allocated."""
     counts = {
         "heads": ("tensor", arch.heads),
-        "key-value heads": ("tensor", arch.kv_heads),
+        # Heads that are fewer are computed by several devices (areal_x_jax.row_attention).
+        "features of the keys": ("tensor", arch.kv_heads * arch.head_dim),
         "entries of the vocabulary": ("tensor", arch.vocab),
         "features of the MLP": (
             "tensor",
@@ -198,7 +199,10 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
             if arch.experts is None or arch.experts.dense or arch.experts.beside
             else 0,
         ),
-        "key-value heads of full layers": ("tensor", arch.varied.kv_heads if arch.varied else 0),
+        "features of the keys of full layers": (
+            "tensor",
+            arch.varied.kv_heads * arch.varied.head_dim if arch.varied else 0,
+        ),
         "entries of the layers' embeddings": (
             "tensor",
             arch.varied.input_vocab if arch.varied else 0,
