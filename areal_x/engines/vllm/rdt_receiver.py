@@ -57,6 +57,7 @@ def receiver() -> Any:
             self._name_to_plan.clear()
             self._tied = shared(self.model)
             leave_out_padding(self.model)
+            record_detached()
             super().init_transfer_engine(init_info)
             if self._missing:
                 raise ValueError(f"the weights to pull lack {', '.join(sorted(self._missing))}")
@@ -109,6 +110,14 @@ def leave_out_padding(model: Any) -> None:
             for tensor in parameters.values():
                 rows = layer.shard_indices.num_org_elements
                 tensor.weight_loader_numel = rows * tensor[0].numel()
+
+
+def record_detached() -> None:
+    """Lets loaders take a tensor twice. vLLM's mapping of names gives keys that are values too
+    (Gemma 4's full layers) as the tensor and its `detach`, which its record of loaders refuses."""
+    from vllm.distributed.weight_transfer.sharded_rdt_fake import FakeRDTTensor
+
+    FakeRDTTensor.detach = lambda fake: fake._make_child(fake.shape, fake.dtype)
 
 
 def join_cluster() -> None:
