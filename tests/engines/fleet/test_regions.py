@@ -27,12 +27,13 @@ SHAPES = {
     "expert.1": (3, 16),
     "norm": (16,),
     "correction": (2,),
+    "bound": (),
 }
 
 
 class Fused(torch.nn.Module):  # type: ignore[misc]
-    """A worker's half of a model: queries, keys and values in one parameter, the whole vocabulary, with rows to spare, and a
-    router's correction in a buffer."""
+    """A worker's half of a model: queries, keys and values in one parameter, the whole vocabulary, with rows to spare, and in
+    buffers a router's correction and a bound, a single number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +41,7 @@ class Fused(torch.nn.Module):  # type: ignore[misc]
         for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
         self.register_buffer("correction", torch.zeros(2))
+        self.register_buffer("bound", torch.zeros(()))
         self.loads = 0
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
@@ -51,8 +53,8 @@ class Fused(torch.nn.Module):  # type: ignore[misc]
                 self.embed[len(tensor) :].data.fill_(0)
             elif name.startswith("expert."):
                 self.experts.data[int(name[-1])].copy_(tensor)
-            elif name == "correction":
-                self.correction.copy_(tensor)
+            elif name in ("correction", "bound"):
+                getattr(self, name).copy_(tensor)
             elif name == "norm":
                 self.norm.data.copy_(tensor)
                 self.last = tensor  # a loader that keeps what it was given
@@ -76,7 +78,7 @@ def proved(model: Fused, claiming: Claiming) -> Verdict:
 
 def test_a_model_is_proved_by_its_own_loaders_and_is_as_it_was_before() -> None:
     rng = np.random.default_rng(0)
-    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    tensors = {name: np.asarray(rng.normal(size=shape), np.float32) for name, shape in SHAPES.items()}
     model = Fused()
     model.load_weights((name, torch.tensor(x)) for name, x in tensors.items())
     model.embed[6] = 7.0  # beyond the vocabulary: a loader that ran would set it to 0
@@ -94,6 +96,7 @@ def test_a_model_is_proved_by_its_own_loaders_and_is_as_it_was_before() -> None:
     model.experts[1, 2, 3] += 1
     model.norm[[0, 1]] = model.norm[[1, 0]]
     model.correction[0] = 0
+    model.bound += 1
     assert {words.split()[0] for words in proved(model, claiming).differences} == {
         "q",
         "k",
@@ -101,4 +104,5 @@ def test_a_model_is_proved_by_its_own_loaders_and_is_as_it_was_before() -> None:
         "expert.1",
         "norm",
         "correction",
+        "bound",
     }

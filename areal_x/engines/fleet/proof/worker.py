@@ -105,12 +105,13 @@ def sums_of(
                 own[into] = range(taken.start + begins, taken.stop + begins, taken.step)
         if not all(map(len, indices)):
             continue
-        each = reader.at_once or len(own[-1])
-        for start in range(0, len(own[-1]), each):
+        width = len(own[-1]) if own else 1  # a single number has no axis
+        each = reader.at_once or width
+        for start in range(0, width, each):
             pieces.append((start, number, own, indices, each))
     for start, number, own, indices, each in sorted(pieces, key=lambda piece: piece[:2]):
         region, shape = wanted[number]
-        piece = [*own[:-1], own[-1][start : start + each]]
+        piece = [*own[:-1], *(x[start : start + each] for x in own[-1:])]
         last = next((axis for axis, into in enumerate(region.axes) if into == len(own) - 1), None)
         indices = [x[start : start + each] if axis == last else x for axis, x in enumerate(indices)]
         values = reader.read(piece)
