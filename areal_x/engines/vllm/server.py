@@ -27,6 +27,7 @@ from areal_x.protocols.speculation import Speculation
 # keeps NCCL between processes of one machine off the network address that it listens on by default
 LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+TUNED = "attn_temperature_tuning"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def command(
         flags.append(RECORD_EXPERTS)
     if has_vision(launch.model) and dialect.has(dialects.NORMALISATION):
         flags.append(NORMALISED)
+    if (tuned := tunes_temperature(launch.model)) is not None:
+        arguments["--override-generation-config"] = json.dumps({TUNED: tuned})
     program = "vllm.entrypoints.openai.api_server"
     if launch.part is not None:
         address, meeting_port = launch.part.meeting_place
@@ -156,6 +159,18 @@ def width_flags(widths: Widths) -> list[str]:
     }
     flags = [word for name, size in sizes.items() if size > 1 for word in (name, str(size))]
     return [*flags, "--enable-expert-parallel"] if widths.expert > 1 else flags
+
+
+def tunes_temperature(model: Path) -> bool | None:
+    """Returns whether a Llama 4 scales its queries by their positions; None for other models.
+
+    vLLM 0.32 reads it from the generation config, not from config.json, and where that lacks it decides
+    by the server's context: up to 32,768 tokens nothing is scaled. Trainers scale.
+    """
+    config = text_config(read_config(model)) if (model / "config.json").is_file() else {}
+    if config.get("model_type") != "llama4_text":
+        return None
+    return bool(config.get(TUNED, True))
 
 
 def is_quantised(model: Path) -> bool:
