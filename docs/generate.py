@@ -82,7 +82,8 @@ ENGINES_HEAD = """
 ## Served by
 
 "yes": a real server's engine computes on a CPU what transformers does with the weights that it begins with and with those that
-a swap brings, heads tied and not, and proves them. What they compute on accelerators was not tried family by family.
+a swap brings, heads tied and not, and proves them; for images, a real server on a CPU what the torch trainer does, before and
+after swaps of the tower too. What they compute on accelerators was not tried family by family.
 
 * vLLM's kernels for a CPU take gated delta rules and latent attention in bfloat16, and of the hub's head widths, only. Of a
   gated delta rule's layers they differ from transformers as much as its own bfloat16 does. Latent attention (DeepSeek, GLM-4.7
@@ -91,9 +92,9 @@ a swap brings, heads tied and not, and proves them. What they compute on acceler
 * vLLM has no place for a tied head in Qwen3-Next, GLM-4.5 and latent attention's families: a swap without a head is refused.
 * SGLang fills no tied head of Mixtral and Qwen3 MoE, and reads no head of Gemma 3 that is not tied: both are refused, and the
   others of these families are served.
-* On a CPU vLLM leaves out the correction of ERNIE's routers, has no kernel for gpt-oss's experts, and differs from transformers
-  with Llama 4 by up to 0.1 nats a token. Multimodal checkpoints of Gemma 3, Mistral Small, Llama 4 and Qwen3.5 were not
-  served: an engine makes them only with a processor of images.
+* On a CPU vLLM leaves out the correction of ERNIE's routers and has no kernel for gpt-oss's experts.
+* On a CPU vLLM's attention is causal within images: those of Gemma 3 and of Gemma 4 26B-A4B, 31B and 12B are refused there.
+  Gemma 4's cells are for models whose images are causal, as E2B's and E4B's. Qwen3.5 with its tower was not served.
 * Of a Gemma 4's `rope_parameters` vLLM leaves out the factor of a proportional rotation and applies the part of the pairs of a
   default one, which transformers does not: such a model, of which the hub has none, is up to 3 nats a token away, and refused.
   SGLang reads no other fields there, so that linear, yarn and Llama 3's rotations are refused too.

@@ -20,6 +20,9 @@ def write_prompt_files(directory: Path, config: dict[str, Any], special: list[st
     images = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 40}}
     images["patch_size"] = config["vision_config"]["patch_size"]  # of the tower, as on the hub: not of a token
     (directory / "preprocessor_config.json").write_text(json.dumps(images))
+    whole = {"processor_class": "PixtralProcessor", "patch_size": images["patch_size"]}
+    whole["spatial_merge_size"] = config["spatial_merge_size"]
+    (directory / "processor_config.json").write_text(json.dumps(whole))
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate([*special, *map(chr, range(32, 127))])}, []))
     tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in special])
     of_text = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}

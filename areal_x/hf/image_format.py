@@ -226,6 +226,14 @@ def pixels_of(patches: Any, form: ImageFormat, grid: Sequence[int] = ()) -> Any:
     return joined.reshape(-1, channels, rows * size[0], columns * size[1])
 
 
+def patch_places(grid: Grid, form: ImageFormat) -> Int[np.ndarray, "patches 2"]:
+    """Returns the column and row of each patch of an image, in the order of `Images.patches`."""
+    _, rows, columns = grid
+    merge = form.merge
+    squares = np.indices((rows, columns)).reshape(2, rows // merge, merge, columns // merge, merge)
+    return squares.transpose(1, 3, 2, 4, 0).reshape(-1, 2)[:, ::-1]
+
+
 def placed_patches(
     patches: Float32[np.ndarray, "patches features"],
     places: Int[np.ndarray, "patches 2"],

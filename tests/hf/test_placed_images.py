@@ -14,40 +14,24 @@ import pytest
 
 torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("msgpack")
 pytest.importorskip("transformers.image_processing_backends")  # before torchvision is replaced, for which it looks
 
+from areal_x.engines.vllm import features
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import check_sent_images
+from areal_x.engines.vllm.features import check_sent_images, features_of, served_format
 from areal_x.errors import UserError
 from areal_x.hf.image_reader import read_prompt_images
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.workflows.single_turn import encode
-from tests.models import SEEING_PLACED, in_rows
+from tests.models import IMAGE, SEEING_PLACED, in_rows
+from tests.placed_images import MOST, write_prompt_files
+from tests.sent_images import arrays_of
 
 from .test_square_images import message, noise
 
-# Up to the ids of tests.models.
-SPECIAL = ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image|>", "<unused0>", "<|image>", "<image|>"]
-TEMPLATE = """{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}
-{% for item in message.content %}{% if item.type == 'image' %}<|image|>{% else %}{{ item.text }}{% endif %}{% endfor %}<turn|>
-{% endfor %}"""
-MOST = 70  # tokens of an image
 PICTURES = [noise(24, 24), noise(40, 17, 1), noise(9, 100, 2)]
 FAMILIES = ["gemma4_vl-whole", "gemma4_unified_vl"]
-
-
-def write_prompt_files(directory: Path, config: dict[str, Any]) -> None:
-    from tokenizers import AddedToken, Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    name = "Gemma4UnifiedImageProcessor" if "unified" in config["model_type"] else "Gemma4ImageProcessor"
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": name, "max_soft_tokens": MOST}))
-    tokenizer = Tokenizer(models.BPE({x: i for i, x in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}, []))
-    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
-    of_text = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **of_text).save_pretrained(directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
 
 
 def merged_by_transformers(patches: Any, places: Any, tokens: int) -> Any:
@@ -66,6 +50,7 @@ def test_tokens_and_patches_are_those_of_hugging_faces_own_processor(
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
     config = SEEING_PLACED[family]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     write_prompt_files(tmp_path, config)
     tower, unified = config["vision_config"], "unified" in family
     tokenizer, prompt = load_tokenizer(tmp_path), message(*parts)
@@ -93,7 +78,40 @@ def test_tokens_and_patches_are_those_of_hugging_faces_own_processor(
     assert start == len(images.patches)
 
 
-def test_images_are_not_sent_to_vllm_servers(tmp_path: Path) -> None:
-    write_prompt_files(tmp_path, SEEING_PLACED["gemma4_vl"])
-    with pytest.raises(UserError, match=r"is a gemma4, whose images are not sent to vLLM servers: use train\.engine"):
-        check_sent_images(tmp_path, VLLMConfig(urls=("http://127.0.0.1:1",)))
+def test_servers_get_patches_with_their_places(tmp_path: Path) -> None:
+    config = SEEING_PLACED["gemma4_vl"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_prompt_files(tmp_path, config)
+    tokenizer, prompt = load_tokenizer(tmp_path), message(PICTURES[0], "and", PICTURES[2])
+    images = read_prompt_images(tokenizer, prompt)
+    tokens = encode(tokenizer, prompt, images)
+    sent, start = features_of(tokens, images, served_format(tmp_path)), 0
+    for packed, place, grid in zip(
+        sent["kwargs_data"]["image"], sent["mm_placeholders"]["image"], images.grids.tolist(), strict=True
+    ):
+        found = arrays_of(packed)
+        (pixels, batching), (places, _) = found["pixel_values"], found["pixel_position_ids"]
+        own = images.patches[start : start + math.prod(grid)]
+        in_order, of_rows = (x.numpy() for x in in_rows(own, grid, 2))
+        order = np.lexsort(places.T)
+        np.testing.assert_array_equal(places[order], of_rows)
+        np.testing.assert_array_equal(pixels[order], in_order)
+        assert (batching, places.dtype) == ("batched", np.int64)
+        assert place["length"] == len(own) // 4
+        assert (tokens[place["offset"] :][: place["length"]] == IMAGE).all()
+        start += len(own)
+    assert start == len(images.patches)
+
+
+@pytest.mark.parametrize("family", SEEING_PLACED)
+def test_servers_on_a_cpu_get_no_images_whose_tokens_see_each_other(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEEING_PLACED[family]))
+    monkeypatch.setattr(features, "is_cpu_build", lambda: True)
+    if family in ("gemma4_vl", "gemma4_unified_vl-causal"):
+        check_sent_images(tmp_path, VLLMConfig())
+        return
+    with pytest.raises(UserError, match=r"see each other in layers with a window, which vLLM's attention on a CPU does not"):
+        check_sent_images(tmp_path, VLLMConfig())
+    check_sent_images(tmp_path, VLLMConfig(urls=("http://127.0.0.1:1",)))

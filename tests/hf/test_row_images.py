@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,34 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("msgpack")
 Image = pytest.importorskip("PIL.Image")
 
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.features import check_sent_images, features_of, served_format
+from areal_x.engines.vllm.image_rows import with_marks
 from areal_x.errors import UserError
-from areal_x.hf.image_format import format_of, patches_of, pixels_of
+from areal_x.hf.image_format import described_config, format_of, patches_of, pixels_of
 from areal_x.hf.image_reader import load_image_reader, read_prompt_images
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.workflows.single_turn import encode
-from tests.models import SEEING_ROWS
+from tests.models import IMAGE, SEEING_ROWS
 from tests.row_images import SPECIAL, write_prompt_files
+from tests.sent_images import arrays_of
 
 from .test_square_images import message, noise
 
 CONFIG = SEEING_ROWS["mistral3_vl-threes"]  # a token is 12×12 pixels
 PICTURES = [noise(24, 24), noise(40, 17, 1), noise(9, 100, 2)]
+
+
+@dataclass(frozen=True)
+class Range:
+    """As vLLM's PlaceholderRange."""
+
+    offset: int
+    length: int
+    is_embed: Any = None
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +118,42 @@ def test_a_tokenizer_without_the_tokens_between_rows_is_refused(directory: Path,
     tokenizer, prompt = load_tokenizer(tmp_path), message(PICTURES[0])
     with pytest.raises(UserError, match=r"has no token \[IMG_BREAK\], which stands between the tokens of an image"):
         encode(tokenizer, prompt, read_prompt_images(tokenizer, prompt))
+
+
+def test_servers_get_an_image_and_all_of_its_tokens_and_mark_those_of_it(directory: Path) -> None:
+    tokenizer, prompt = load_tokenizer(directory), message(PICTURES[0], "and", PICTURES[1])
+    images = read_prompt_images(tokenizer, prompt)
+    tokens, form = encode(tokenizer, prompt, images), served_format(directory)
+    sent, start = features_of(tokens, images, form), 0
+    ranges = [Range(**place) for place in sent["mm_placeholders"]["image"]]
+    for packed, place, grid in zip(sent["kwargs_data"]["image"], ranges, images.grids.tolist(), strict=True):
+        pixels, batching = arrays_of(packed)["pixel_values"]
+        own = images.patches[start : start + grid[1] * grid[2]]
+        np.testing.assert_array_equal(pixels, pixels_of(own, form, grid)[0])
+        assert batching == "batched"
+        rows, columns = grid[1] // 3, grid[2] // 3
+        assert place.length == rows * (columns + 1) - 1  # without what ends the image
+        assert tokens[place.offset + place.length] == SPECIAL.index("[IMG_END]")
+        start += len(own)
+    assert ranges[1].length > 3
+    given = {"type": "multimodal", "prompt_token_ids": tokens.tolist(), "mm_placeholders": {"image": ranges}}
+    config = described_config(CONFIG)
+    marked = with_marks(given, config)
+    places = marked["mm_placeholders"]["image"]
+    for place in places:
+        own = tokens[place.offset : place.offset + place.length]
+        assert place.is_embed.tolist() == (own == IMAGE).tolist()
+    assert 0 < sum(int(x.is_embed.sum()) for x in places) == (tokens == IMAGE).sum() < sum(x.length for x in places)
+    assert marked == {**given, "mm_placeholders": {"image": places}}
+    # Those that vLLM's own processor has marked, prompts of text, and other models.
+    assert with_marks(marked, config)["mm_placeholders"]["image"][0] is places[0]
+    for prompt, model in (("text", config), ({"type": "token", "prompt_token_ids": [1]}, config), (given, config.text_config)):
+        assert with_marks(prompt, model) is prompt
+
+
+def test_servers_that_may_lack_what_marks_tokens_get_no_images(directory: Path) -> None:
+    urls = ("http://127.0.0.1:1",)
+    check_sent_images(directory, VLLMConfig(urls=urls))
+    check_sent_images(directory, VLLMConfig(transport="nccl"))  # started by the run
+    with pytest.raises(UserError, match=r"with areal-x installed beside them alone: set vllm\.transport = 'files'"):
+        check_sent_images(directory, VLLMConfig(urls=urls, transport="nccl"))

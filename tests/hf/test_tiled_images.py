@@ -16,44 +16,32 @@ import pytest
 
 torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("msgpack")
 pytest.importorskip("transformers.image_processing_backends")  # before torchvision is replaced, for which it looks
 
-from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import check_sent_images
+from areal_x.engines.vllm.features import features_of, served_format
 from areal_x.errors import UserError
 from areal_x.hf.image_format import described_config, pixels_of, takes_images
 from areal_x.hf.image_reader import load_image_reader, read_prompt_images
 from areal_x.hf.image_tiles import TileProcessor
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.workflows.single_turn import encode
-from tests.models import SEEING_TILES
+from tests.models import IMAGE, SEEING_TILES
+from tests.sent_images import arrays_of
+from tests.tiled_images import write_prompt_files
 
 from .test_square_images import message, noise
 
 CONFIG = SEEING_TILES["llama4_vl"]  # tiles of 16×16 pixels, 4 tokens
-# Up to the ids of tests.models.
-SPECIAL = ["<|begin_of_text|>", "<|eot|>", "<|header_start|>", "<|header_end|>", "<|image|>", "<|patch|>", "<|image_start|>"]
-SPECIAL += ["<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"]
-TEMPLATE = """{{ bos_token }}{% for message in messages %}{% for item in message.content %}
-{%- if item.type == 'image' %}<|image|>{% else %}{{ item.text }}{% endif %}{% endfor %}<|eot|>{% endfor %}"""
 PICTURES = [noise(16, 16), noise(40, 17, 1), noise(9, 100, 2), noise(200, 160, 3), noise(5, 7, 4)]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All of a Llama 4 that a prompt is read with."""
-    from tokenizers import AddedToken, Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     made = tmp_path_factory.mktemp("llama4")
-    images = {"image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 16, "width": 16}}
     (made / "config.json").write_text(json.dumps(CONFIG))
-    (made / "preprocessor_config.json").write_text(json.dumps(images))
-    tokenizer = Tokenizer(models.BPE({x: i for i, x in enumerate([*SPECIAL, *map(chr, range(32, 127))])}, []))
-    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
-    of_text = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **of_text).save_pretrained(made)
-    (made / "chat_template.jinja").write_text(TEMPLATE)
+    write_prompt_files(made, CONFIG)
     return made
 
 
@@ -142,6 +130,20 @@ def test_a_tower_whose_parts_do_not_fit_is_none(change: dict[str, int], tmp_path
         load_image_reader(str(tmp_path))
 
 
-def test_images_are_not_sent_to_vllm_servers(directory: Path) -> None:
-    with pytest.raises(UserError, match=r"is a llama4, whose images are not sent to vLLM servers: use train\.engine"):
-        check_sent_images(directory, VLLMConfig(urls=("http://127.0.0.1:1",)))
+def test_servers_get_each_tile_as_an_image_of_one(directory: Path) -> None:
+    tokenizer, prompt = load_tokenizer(directory), message("one", PICTURES[0], PICTURES[1])
+    images = read_prompt_images(tokenizer, prompt)
+    tokens, form = encode(tokenizer, prompt, images), served_format(directory)
+    sent = features_of(tokens, images, form)
+    tiles = pixels_of(images.patches, form)
+    assert len(tiles) > 3
+    places = sent["mm_placeholders"]["image"]
+    for tile, packed, place in zip(tiles, sent["kwargs_data"]["image"], places, strict=True):
+        found = arrays_of(packed)
+        pixels, batching = found["pixel_values"]
+        np.testing.assert_array_equal(pixels, tile[None])
+        assert batching == "flat"
+        assert (found["patches_per_image"][0].tolist(), found["aspect_ratios"][0].tolist()) == (1, [1, 1])
+        assert place["length"] == 4
+        assert (tokens[place["offset"] :][:4] == IMAGE).all()
+    assert len({x["offset"] for x in places}) == len(tiles)

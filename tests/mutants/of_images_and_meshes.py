@@ -28,6 +28,68 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "areal_x/engines/vllm/features.py",
+        ("tests/hf/test_row_images.py", "tests/hf/test_tiled_images.py", "tests/hf/test_placed_images.py"),
+        (
+            "servers are given the first row of an image's tokens as all of them",
+            "first, stop = spans[row][0], spans[row + rows - 1][1]",
+            "first, stop = spans[row]",
+        ),
+        (
+            "a tile is sent as one of an image of four",
+            '"aspect_ratios": np.array([1, 1])',
+            '"aspect_ratios": np.array([2, 2])',
+        ),
+        (
+            "servers on a CPU get images whose tokens see each other",
+            "if form.whole and not config.urls and is_cpu_build():",
+            "if form.whole and not form.near and not config.urls and is_cpu_build():",
+        ),
+        (
+            "servers that may lack the plugin get images with text between rows",
+            "if form.rows and config.urls and",
+            "if form.rows and not config.urls and",
+        ),
+    ),
+    *planted(
+        "areal_x/hf/image_format.py",
+        ("tests/hf/test_placed_images.py",),
+        (
+            "servers are given a patch's row as its column",
+            "squares.transpose(1, 3, 2, 4, 0).reshape(-1, 2)[:, ::-1]",
+            "squares.transpose(1, 3, 2, 4, 0).reshape(-1, 2)",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/vllm/image_rows.py",
+        ("tests/hf/test_row_images.py",),
+        (
+            "tokens of text between an image's rows are taken for the image's",
+            "torch.tensor(own) == config.image_token_id",
+            "torch.tensor(own) >= 0",
+        ),
+        (
+            "what vLLM's own processor marked is marked anew",
+            "if place.is_embed is not None:",
+            "if place.is_embed is None and not place.length:",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/vllm/server.py",
+        ("tests/engines/vllm/test_vllm_images.py::test_servers_scale_the_queries_of_llama_4_as_its_config_says",),
+        ("servers scale the queries of every Llama 4", "return bool(config.get(TUNED, True))", "return True"),
+        (
+            "vLLM decides whether to scale Llama 4's queries",
+            "if (tuned := tunes_temperature(launch.model)) is not None:",
+            "if False:",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/fleet/proof/worker.py",
+        ("tests/engines/fleet/test_regions.py",),
+        ("a single number is not proved", "width = len(own[-1]) if own else 1", "width = len(own[-1]) if own else 0"),
+    ),
+    *planted(
         "areal_x/hf/image_format.py",
         SQUARES,
         (

@@ -3,7 +3,8 @@ policy and the trained one see the same numbers.
 
 The field `features` of /inference/v1/generate (vLLM 0.32) has, for each image, a name, its position
 among the tokens, and its arrays in msgpack, each as type, shape and bytes. Each array also declares
-how the arrays of several images are batched.
+how the arrays of several images are batched. The server's own image processor is not used: its tokens
+and patches are those of areal_x.hf.image_reader, which are trained on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from jaxtyping import Int32
 
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.installed import is_cpu_build
+from areal_x.engines.vllm.plugin import BACKEND, RDT
+from areal_x.engines.vllm.transports import TRANSPORTS
 from areal_x.errors import UserError
 from areal_x.hf.image_format import (
     SEEN,
@@ -25,9 +28,10 @@ from areal_x.hf.image_format import (
     ImageFormat,
     described_config,
     format_of,
+    patch_places,
     pixels_of,
 )
-from areal_x.hf.image_positions import count_patches
+from areal_x.hf.image_positions import Grid, count_patches
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images
 
@@ -51,27 +55,25 @@ def check_sent_images(model: Path, config: VLLMConfig) -> None:
     """Raises: UserError for a model whose images cannot be sent to vLLM servers, or that they would
     compute otherwise.
 
-    A request gives an image's place as one run of tokens, all of which its embeddings replace. On a CPU
-    vLLM's attention is causal within images too.
+    On a CPU vLLM's attention is causal within images too: with small random models of Gemma 4's form a
+    token's log-probability is up to 0.8 nats away. Tokens of text between the rows of an image's keep
+    their embeddings by areal_x.engines.vllm.image_rows, which a server has with areal-x beside it.
     """
     read = read_config(model)
     if read.get("model_type") not in SEEN:
         return
     form = format_of(described_config(read))
     instead = "use train.engine = 'embedded' with train.backend = 'torch'"
-    if form.rows:
+    if form.rows and config.urls and TRANSPORTS[config.transport] not in (BACKEND, RDT):
         raise UserError(
             f"the prompt has images and {model} has tokens of text between the rows of an image's"
-            f" tokens, which requests to vLLM servers cannot say: {instead}"
-        )
-    if form.colours_last or read["model_type"] == "llama4":
-        raise UserError(
-            f"the prompt has images and {model} is a {read['model_type']}, whose images are not sent to"
-            f" vLLM servers: {instead}"
+            " tokens, which servers of vllm.urls take with areal-x installed beside them alone: set"
+            f" vllm.transport = 'files', which needs it too, or {instead}"
         )
     if form.whole and not config.urls and is_cpu_build():
+        near = " in layers with a window" if form.near else ""
         raise UserError(
-            f"the prompt has images and {model} lets the tokens of an image see each other, which"
+            f"the prompt has images and {model} lets the tokens of an image see each other{near}, which"
             f" vLLM's attention on a CPU does not: {instead}, or servers on GPUs"
         )
 
@@ -81,24 +83,27 @@ def features_of(
 ) -> dict[str, dict[str, list[Any]]]:
     """Returns the field `features` of a request. prompt: the prompt alone, without sampled tokens.
 
+    An image's position is all from its first token to its last. Tokens of text between its rows keep
+    their own embeddings by areal_x.engines.vllm.image_rows.
+
     Raises: UserError if its image tokens do not match its images.
     """
+    grids = [(int(t), int(h), int(w)) for t, h, w in images.grids]
+    try:
+        spans = form.spans(prompt, grids)
+    except UserError as error:
+        raise UserError(f"the prompt belongs to other images: {error}") from error
     names, places, content = [], [], []
-    start = patch = 0
-    for grid in images.grids:
-        count = count_patches([grid.tolist()])
-        found = np.flatnonzero(prompt[start:] == form.token)
-        first, length = start + (int(found[0]) if len(found) else 0), count // form.merge**2
-        start = first + length
-        if not len(found) or not (prompt[first:start] == form.token).all() or start > len(prompt):
-            raise UserError(
-                f"the image at token {first} needs {length} consecutive image tokens: the prompt"
-                " belongs to other images"
-            )
+    row = patch = 0
+    for grid in grids:
+        rows = grid[1] // form.merge if form.rows else 1
+        first, stop = spans[row][0], spans[row + rows - 1][1]
+        row += rows
+        count = count_patches([grid])
         patches = images.patches[patch : patch + count]
         patch += count
-        names.append(hashlib.sha256(grid.tobytes() + patches.tobytes()).hexdigest())
-        places.append({"offset": first, "length": length})
+        names.append(hashlib.sha256(np.array(grid).tobytes() + patches.tobytes()).hexdigest())
+        places.append({"offset": first, "length": stop - first})
         content.append(_packed(_arrays(patches, grid, form)))
     return {
         "mm_hashes": {"image": names},
@@ -107,19 +112,26 @@ def features_of(
     }
 
 
-# How the arrays of several images are batched: one after another, or each as a row.
-Arrays = dict[str, tuple[np.ndarray, bool]]
+# An array, and how those of several images are batched: one after another (flat), or each as a row.
+Arrays = dict[str, tuple[np.ndarray, str]]
+FLAT, BATCHED = "flat", "batched"
 
 
-def _arrays(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> Arrays:
-    """Returns the arrays of one image as its model's processor in vLLM makes them, and which of them are
-    concatenated with those of other images."""
-    if form.side:  # an image, and how many it was cut into
-        return {
-            "pixel_values": (pixels_of(patches, form), True),
-            "num_patches": (np.array(1), False),
-        }
-    return {"pixel_values": (patches, True), "image_grid_thw": (grid, False)}
+def _arrays(patches: np.ndarray, grid: Grid, form: ImageFormat) -> Arrays:
+    """Returns the arrays of one image as its model's processor in vLLM makes them."""
+    if form.side:
+        pixels = (pixels_of(patches, form), FLAT)
+        if form.whole:  # Gemma 3: an image, and how many it was cut into
+            return {"pixel_values": pixels, "num_patches": (np.array(1), BATCHED)}
+        # Llama 4: each tile is an image of one tile, as the tower does not see the others.
+        one_tile = {"patches_per_image": np.array(1), "aspect_ratios": np.array([1, 1])}
+        return {"pixel_values": pixels, **{name: (x, BATCHED) for name, x in one_tile.items()}}
+    if form.rows:
+        return {"pixel_values": (pixels_of(patches, form, grid)[0], BATCHED)}
+    if form.colours_last:
+        places = (patch_places(grid, form), BATCHED)
+        return {"pixel_values": (patches, BATCHED), "pixel_position_ids": places}
+    return {"pixel_values": (patches, FLAT), "image_grid_thw": (np.array(grid), BATCHED)}
 
 
 def _packed(arrays: Arrays) -> str:
@@ -132,12 +144,14 @@ def _packed(arrays: Arrays) -> str:
             " msgpack"
         ) from error
 
-    def packed(x: np.ndarray, joined: bool) -> dict[str, Any]:
-        x = np.ascontiguousarray(x) if joined else x.astype(np.int64)
+    def packed(x: np.ndarray, batching: str) -> dict[str, Any]:
+        counts = x.dtype.kind == "i"
+        x = x.astype(np.int64) if counts else np.ascontiguousarray(x)
         data = [x.dtype.name, list(x.shape), msgpack.ExtType(RAW, x.tobytes())]
-        slices = {"slices": [[0, len(x), None]], "dim": 0, "keep_on_cpu": False} if joined else {}
-        kind = ["flat", slices] if joined else ["batched", {"keep_on_cpu": True}]
-        return {"data": data, "field": kind}
+        how: dict[str, Any] = {"keep_on_cpu": counts and x.ndim < 2}
+        if batching == FLAT:
+            how |= {"slices": [[0, len(x), None]], "dim": 0}
+        return {"data": data, "field": [batching, how]}
 
-    each = {name: packed(x, joined) for name, (x, joined) in arrays.items()}
+    each = {name: packed(x, batching) for name, (x, batching) in arrays.items()}
     return base64.b64encode(msgpack.packb(each)).decode()

@@ -5,7 +5,8 @@ that workers use (areal_x.engines.vllm.proof.worker), the versions that are made
 the server (areal_x.engines.vllm.versions), the sleep of a server on a CPU
 (areal_x.engines.vllm.cpu_sleep), the temperatures of guessed positions there
 (areal_x.engines.vllm.cpu_guesses) and the permission to use AMX (areal_x.engines.vllm.cpu_tiles),
-and what servers of several workers lack (areal_x.engines.vllm.wide).
+what servers of several workers lack (areal_x.engines.vllm.wide), and the tokens of text between an
+image's (areal_x.engines.vllm.image_rows).
 
 vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of
 its processes. Trainer and server need not share a framework or a process group, only a folder
@@ -58,6 +59,7 @@ def register() -> None:
         cpu_guesses,
         cpu_sleep,
         cpu_tiles,
+        image_rows,
         kept_tokens,
         loading,
         rdt_receiver,
@@ -106,3 +108,4 @@ def register() -> None:
     cpu_guesses.install()
     cpu_tiles.install()
     wide.install()
+    image_rows.install()

@@ -7,23 +7,23 @@ skipped.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-msgpack = pytest.importorskip("msgpack")
+pytest.importorskip("msgpack")
 
 from areal_x.batching.packing import pack
 from areal_x.engines.vllm import features as served
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.features import NORMALISED, RAW, features_of
+from areal_x.engines.vllm.features import NORMALISED, features_of
 from areal_x.engines.vllm.server import Launch, command
 from areal_x.errors import UserError
 from areal_x.hf.image_format import ImageFormat, described_config, format_of
@@ -39,6 +39,7 @@ from areal_x.workflows.single_turn import encode
 from examples.vision.task import pictures
 from examples.vision.warm_start import write_model
 from tests.models import IMAGE, with_images
+from tests.sent_images import arrays_of
 from tests.servers import Run, Weights
 
 LONGEST = 1024
@@ -54,18 +55,17 @@ def test_each_image_has_its_place_and_its_own_patches() -> None:
     assert len(set(features["mm_hashes"]["image"])) == 2
     start = 0
     for grid, packed in zip(images.grids, features["kwargs_data"]["image"], strict=True):
-        read = msgpack.unpackb(base64.b64decode(packed), ext_hook=lambda code, data: data if code == RAW else None)
-        kind, shape, data = read["pixel_values"]["data"]
-        patches = np.frombuffer(data, kind).reshape(shape)
-        np.testing.assert_array_equal(patches, images.patches[start : start + grid.prod()])
-        kind, shape, data = read["image_grid_thw"]["data"]
-        assert np.frombuffer(data, kind).reshape(shape).tolist() == grid.tolist()
+        read = arrays_of(packed)
+        np.testing.assert_array_equal(read["pixel_values"][0], images.patches[start : start + grid.prod()])
+        assert read["image_grid_thw"][0].tolist() == grid.tolist()
         start += grid.prod()
 
 
 @pytest.mark.parametrize("wrong", [PROMPT[PROMPT != IMAGE], PROMPT[:12], np.delete(PROMPT, 5)], ids=["none", "one", "short"])
 def test_tokens_that_are_not_of_the_images_are_refused(wrong: np.ndarray) -> None:
-    with pytest.raises(UserError, match=r"needs \d consecutive image tokens"):
+    with pytest.raises(
+        UserError, match=r"the prompt belongs to other images: a sequence has \d+ image tokens, but its 2 images need 14"
+    ):
         features_of(wrong, SHOWN.images, FORM)
 
 
@@ -91,6 +91,19 @@ def test_a_server_of_a_model_that_sees_takes_patches_as_they_are(model_dir_of, t
     for model, told in ((model_dir_of("qwen2_5_vl"), True), (tiny_model_dir, False)):
         launch = Launch(model, tmp_path / "log", tmp_path, context=64, concurrency=2, seed=0)
         assert (NORMALISED in command(launch, 1, cpu=True)) == told
+
+
+def test_servers_scale_the_queries_of_llama_4_as_its_config_says(model_dir_of, tiny_model_dir: Path, tmp_path: Path) -> None:
+    def overrides(model: Path) -> list[str]:
+        words = command(Launch(model, tmp_path / "log", tmp_path, context=64, concurrency=2, seed=0), 1, cpu=True)
+        return [value for flag, value in pairwise(words) if flag == "--override-generation-config"]
+
+    seen, text = read_config(model_dir_of("llama4_vl")), tmp_path / "text"
+    text.mkdir()
+    assert overrides(model_dir_of("llama4_vl")) == ['{"attn_temperature_tuning": true}']
+    (text / "config.json").write_text(json.dumps(seen["text_config"] | {"attn_temperature_tuning": False}))
+    assert overrides(text) == ['{"attn_temperature_tuning": false}']
+    assert overrides(tiny_model_dir) == []
 
 
 # A real server.

@@ -1,6 +1,7 @@
 """Stands in for torchvision, whose builds on PyPI are for CUDA: vLLM's models that see import it.
 
-The tests that take this one call nothing of it. Any module below it can be imported, and any name from those.
+The tests that take this one call nothing of it but what a server does with a blank image before it serves. Any module below it
+can be imported, and any name from those.
 """
 
 from __future__ import annotations
@@ -18,16 +19,41 @@ __version__ = "0"
 class Named(type):
     """A class with any attribute, each of them another value."""
 
-    def __getattr__(cls, name: str) -> str:
+    def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return f"{cls.__name__}.{name}"
+        return CALLED.get(name, f"{cls.__name__}.{name}")
 
 
 def named(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     return Named(name, (), {})
+
+
+def pil_to_tensor(image: Any) -> Any:
+    import numpy
+    import torch
+
+    return torch.tensor(numpy.array(image)).permute(2, 0, 1)
+
+
+def resize(image: Any, size: Any, **_: Any) -> Any:
+    return image[..., :1, :1].expand(*image.shape[:-2], *size)
+
+
+def normalize(image: Any, mean: Any, std: Any, *_: Any) -> Any:
+    return image
+
+
+def pad(image: Any, padding: Any, *_: Any, **__: Any) -> Any:
+    import torch
+
+    left, top, right, bottom = padding
+    return torch.nn.functional.pad(image, (left, right, top, bottom))
+
+
+CALLED = {function.__name__: function for function in (pil_to_tensor, resize, normalize, pad)}
 
 
 class Finder(MetaPathFinder, Loader):
