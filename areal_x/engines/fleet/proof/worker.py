@@ -61,7 +61,7 @@ def report(
                     [
                         region.tensor,
                         reader.use,
-                        region.box,
+                        region.box or ((0, 1),),
                         type_name(held.dtype),
                         sums,
                     ]
@@ -120,7 +120,7 @@ def sums_of(
             continue
         used = [into for into in region.axes if into is not None]
         rest = [axis for axis in range(values.ndim) if axis not in used]
-        values = values.permute(*used, *rest).reshape([len(x) for x in indices])
+        values = values.permute((*used, *rest)).reshape([len(x) for x in indices])
         narrow = values.to(held.dtype)
         if values.dtype != held.dtype and not torch.equal(narrow.to(values.dtype), values):
             wrong[region.tensor] = f"has numbers that are not {held.dtype} ({reader.use})"
