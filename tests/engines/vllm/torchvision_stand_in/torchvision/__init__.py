@@ -28,7 +28,7 @@ class Named(type):
 def named(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return Named(name, (), {})
+    return CALLED[name] if name in CALLED else Named(name, (), {})
 
 
 def pil_to_tensor(image: Any) -> Any:
@@ -42,7 +42,7 @@ def resize(image: Any, size: Any, **_: Any) -> Any:
     return image[..., :1, :1].expand(*image.shape[:-2], *size)
 
 
-def normalize(image: Any, mean: Any, std: Any, *_: Any) -> Any:
+def normalize(image: Any, *_: Any, **__: Any) -> Any:
     return image
 
 
@@ -53,7 +53,8 @@ def pad(image: Any, padding: Any, *_: Any, **__: Any) -> Any:
     return torch.nn.functional.pad(image, (left, right, top, bottom))
 
 
-CALLED = {function.__name__: function for function in (pil_to_tensor, resize, normalize, pad)}
+CALLED: dict[str, Any] = {function.__name__: function for function in (pil_to_tensor, resize, normalize, pad)}
+CALLED["InterpolationMode"] = Named("InterpolationMode", (), {})
 
 
 class Finder(MetaPathFinder, Loader):
