@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from areal_x.agents.multi_turn import ToolUse as ToolUse
     from areal_x.agents.online import Online as Online
     from areal_x.agents.online import online_tasks as online_tasks
+    from areal_x.agents.tools.bm25 import BM25 as BM25
     from areal_x.agents.tools.calculator import Calculator as Calculator
+    from areal_x.agents.tools.documents import DocumentSearch as DocumentSearch
     from areal_x.agents.tools.mcp_tools import McpServer as McpServer
     from areal_x.agents.tools.terminal import Terminal as Terminal
     from areal_x.agents.tools.toolbox import PythonExecutor as PythonExecutor
@@ -47,7 +49,9 @@ _NAMES = {
     "areal_x.agents.environment": "Environment environment_tasks",
     "areal_x.agents.gateway": "Gateway SessionLimits",
     "areal_x.agents.online": "Online online_tasks",
+    "areal_x.agents.tools.bm25": "BM25",
     "areal_x.agents.tools.calculator": "Calculator",
+    "areal_x.agents.tools.documents": "DocumentSearch",
     "areal_x.agents.tools.mcp_tools": "McpServer",
     "areal_x.agents.tools.terminal": "Terminal",
     "areal_x.agents.tools.toolbox": "PythonExecutor ToolError Toolbox",

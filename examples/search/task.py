@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
 
 import gin
 import numpy as np
 
-from areal_x import Task, UserError, one_of, within
+from areal_x import Task, one_of, within
+from areal_x.agents import BM25
 
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 HELD_OUT = 200  # people who do not occur in the training questions
@@ -126,8 +126,6 @@ def tools(people: int = 800, towns: int = 100, seed: int = 0) -> list[Callable[.
         people: Number of people in the library.
         towns: Number of towns in the library.
         seed: Seed of the library.
-
-    Raises: UserError if bm25s is not installed.
     """
     documents = library(people, towns, seed).documents
     find = index({id: f"{title} {text}" for id, (title, text) in documents.items()})
@@ -154,27 +152,9 @@ def tools(people: int = 800, towns: int = 100, seed: int = 0) -> list[Callable[.
 def index(texts: dict[str, str]) -> Callable[[str], Sequence[str]]:
     """Returns a function that finds the ids of the best matches for a query by BM25: at most 3, best
     first."""
-    try:
-        import bm25s
-    except ImportError:
-        raise UserError("the search example needs bm25s: pip install bm25s") from None
     ids = list(texts)
-    ranking: Any = bm25s.BM25()
-    ranking.index(
-        bm25s.tokenize(list(texts.values()), stopwords="en", show_progress=False),
-        show_progress=False,
-    )
-
-    def find(query: str) -> Sequence[str]:
-        words = bm25s.tokenize([query], stopwords="en", show_progress=False)
-        found, scores = ranking.retrieve(words, k=SHOWN, show_progress=False)
-        return [
-            ids[i]
-            for i, score in zip(found[0].tolist(), scores[0].tolist(), strict=True)
-            if score > 0
-        ]
-
-    return find
+    ranking = BM25(texts.values())
+    return lambda query: [ids[place] for place, _ in ranking.find(query, SHOWN)]
 
 
 def _question(person: str, hops: int, instructed: bool) -> str:

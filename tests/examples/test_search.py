@@ -19,8 +19,6 @@ from examples.tiny.model import write_model
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
 from tests.thorough import thorough
 
-pytest.importorskip("bm25s")
-
 
 @pytest.mark.parametrize("file", gin_files("search"), ids=lambda file: file.stem)
 def test_an_example_can_be_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
