@@ -1,0 +1,1 @@
+"""The reward of a program: its tests, run in the sandbox."""

@@ -1,0 +1,1 @@
+"""Programming tasks: their tests, and the files of LiveCodeBench, APPS and MBPP."""

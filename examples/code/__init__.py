@@ -1,0 +1,1 @@
+"""Small programs, verified by tests: the model unlearns typical mistakes of beginners."""
