@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from areal_x.hf.image_reader import load_image_reader as load_image_reader
     from areal_x.hf.model_dir import write_model as write_model
     from areal_x.hf.tokenizer import load_tokenizer as load_tokenizer
+    from areal_x.lab.token_view import token_view as token_view
     from areal_x.monitor.plot import plot as plot
     from areal_x.monitor.timeline_plot import plot_timeline as plot_timeline
     from areal_x.monitor.trackers import TrackingConfig as TrackingConfig
@@ -151,6 +152,7 @@ _NAMES = {
     "areal_x.hf.model_dir": "write_model",
     "areal_x.hf.image_reader": "load_image_reader image_urls",
     "areal_x.hf.tokenizer": "load_tokenizer",
+    "areal_x.lab.token_view": "token_view",
     "areal_x.monitor.plot": "plot",
     "areal_x.monitor.timeline_plot": "plot_timeline",
     "areal_x.monitor.trackers": "TrackingConfig",

@@ -357,3 +357,19 @@ def _written(settings: Mapping[str, Any], name: str) -> str | None:
         return None
     value = settings[name]
     return value if isinstance(value, str) and value.startswith("@") else repr(value)
+
+
+def without_surrogates(value: Any) -> Any:
+    """Replaces what a text may hold and UTF-8 may not."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {without_surrogates(k): without_surrogates(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        # long lists are arrays of numbers
+        return (
+            value
+            if value and isinstance(value[0], int | float)
+            else [*map(without_surrogates, value)]
+        )
+    return value

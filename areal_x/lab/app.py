@@ -324,7 +324,7 @@ def as_json(handler: Callable[[Request], Awaitable[Any]]) -> Callable[[Request],
 
     async def endpoint(request: Request) -> Response:
         try:
-            content = msgspec.json.encode(without_surrogates(await handler(request)))
+            content = msgspec.json.encode(answers.without_surrogates(await handler(request)))
             return Response(content, media_type="application/json")
         except notes.Conflict as error:
             return told(409, str(error))
@@ -344,24 +344,8 @@ async def refused(_: Request, error: Exception) -> Response:
 
 
 def told(status: int, what: str) -> Response:
-    body = msgspec.json.encode({"error": without_surrogates(what)})
+    body = msgspec.json.encode({"error": answers.without_surrogates(what)})
     return Response(body, status, media_type="application/json")
-
-
-def without_surrogates(value: Any) -> Any:
-    """Replaces what a text may hold and UTF-8 may not."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {without_surrogates(k): without_surrogates(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        # long lists are arrays of numbers
-        return (
-            value
-            if value and isinstance(value[0], int | float)
-            else [*map(without_surrogates, value)]
-        )
-    return value
 
 
 def filter_of(request: Request) -> Filter:

@@ -68,7 +68,8 @@ def report(run: Run, tokenizer: Path | None = None) -> str:
         index.refresh()
         sections += [failures(index), trajectories(run, index, tokenizer)]
     sections.append(settings(run))
-    style = (STATIC / "style.css").read_text(encoding="utf-8") + STYLE
+    sheets = [(STATIC / name).read_text(encoding="utf-8") for name in ("tokens.css", "style.css")]
+    style = "".join([*sheets, STYLE])
     head = (
         '<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="content-security-policy" content="{POLICY}">'

@@ -69,6 +69,10 @@ export function said(text) {
   return h("bdi", { class: "said", dir: "ltr" }, visible(text ?? ""));
 }
 
+export function facts(pairs) {
+  return pairs.filter(Boolean).map(([what, value]) => h("div", null, h("dt", null, what), h("dd", null, value)));
+}
+
 export function announce(text) {
   document.getElementById("status").textContent = text;
 }

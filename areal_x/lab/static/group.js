@@ -1,7 +1,7 @@
 // The attempts at one task, side by side.
 
 import { get, ofRun } from "./api.js";
-import { h, number, said } from "./dom.js";
+import { facts, h, number, said } from "./dom.js";
 import { go, link } from "./address.js";
 
 export async function group({ name, rest, body, signal }) {
@@ -17,10 +17,6 @@ export async function group({ name, rest, body, signal }) {
       shared && [h("h3", { vars: { margin: "14px 0 6px" } }, "Prompt"), text(first.prompt)]),
     h("div", { class: "side" }, found.episodes.map((episode, i) => attempt(name, ticket, found, episode, i, shared))));
   return { key: (event) => { if (event.key === "u") go(link(name, "trajectories")); } };
-}
-
-export function facts(pairs) {
-  return pairs.filter(Boolean).map(([what, value]) => h("div", null, h("dt", null, what), h("dd", null, value)));
 }
 
 function text({ text, whole }) {
