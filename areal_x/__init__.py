@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from areal_x.algorithms.recipes import turn_ppo as turn_ppo
     from areal_x.algorithms.weighting import sequence_mean as sequence_mean
     from areal_x.algorithms.weighting import token_mean as token_mean
+    from areal_x.batching.gradients import token_gradients as token_gradients
     from areal_x.batching.packing import pack as pack
     from areal_x.engines.embedded import EmbeddedConfig as EmbeddedConfig
     from areal_x.engines.embedded import EmbeddedEngine as EmbeddedEngine
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from areal_x.rollout.queue import TrajectoryQueue as TrajectoryQueue
     from areal_x.rollout.rollout import Rollout as Rollout
     from areal_x.rollout.runner import Runner as Runner
+    from areal_x.run.forking import fork_run as fork_run
     from areal_x.run.journal import Journal as Journal
     from areal_x.run.journal import JournalConfig as JournalConfig
     from areal_x.tasks.datasets import Record as Record
@@ -141,11 +143,13 @@ _NAMES = {
         "cispo dapo decoupled_ppo distill dpo dppo dr_grpo gmpo grpo gspo icepop ipo kpop "
         "lite_ppo m2po maxrl opo ppo reinforce_pp remax reward_model rloo sapo sft turn_ppo"
     ),
+    "areal_x.batching.gradients": "token_gradients",
     "areal_x.batching.packing": "pack",
     "areal_x.rollout.episode": "episode_of",
     "areal_x.rollout.queue": "TrajectoryQueue",
     "areal_x.rollout.rollout": "Rollout",
     "areal_x.rollout.runner": "Runner",
+    "areal_x.run.forking": "fork_run",
     "areal_x.run.journal": "Journal JournalConfig",
     "areal_x.tasks.datasets": "Record load_dataset",
     "areal_x.tasks.stream": "TaskStream",

@@ -118,8 +118,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.nodeid.partition("::")[0]
 
     for item in items:
-        if item.nodeid.endswith(".ipynb::quickstart.ipynb"):  # it trains five models
-            item.add_marker(pytest.mark.thorough)
+        if item.path.suffix == ".ipynb" and item.path.stem != "gradients":  # which trains no model
+            item.add_marker(pytest.mark.cluster if item.path.stem == "cluster" else pytest.mark.thorough)
+        if item.path.name == "trajectories.ipynb" and not find_spec("anywidget"):
+            item.add_marker(pytest.mark.skip(reason="needs anywidget"))
         if item.get_closest_marker("xdist_group") is None:
             # A file of many cases, whose functions share no models that take long to make, would keep one worker alone at last.
             divided = module(item) in DIVIDED and isinstance(item, pytest.Function)

@@ -31,7 +31,8 @@ NAVIGATION = list(pages_of(tomllib.loads((ROOT / "zensical.toml").read_text())["
 def test_the_navigation_lists_every_guide_and_reference_page_once() -> None:
     guides = [SITE["page_of"](guide) for guide in SITE["GUIDES"]]
     references = [f"api/{package}.md" for package in SITE["PACKAGES"]]
-    assert sorted(NAVIGATION) == sorted([*guides, *references, "colab/quickstart.md"])
+    notebooks = [SITE["page_of"](f"colab/{file.name}") for file in (ROOT / "colab").glob("*.ipynb")]
+    assert sorted(NAVIGATION) == sorted([*guides, *references, *notebooks])
 
 
 @pytest.mark.parametrize("guide", [*SITE["GUIDES"], "CONTRIBUTING.md", "AGENTS.md"])

@@ -18,10 +18,14 @@ from areal_x.hf.config_defaults import described_text
 FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """Raises: UserError if the directory has no tokenizer that transformers can load."""
+def load_tokenizer(directory: Path | str) -> Any:
+    """Returns the tokenizer of a model's directory, as transformers loads it.
+
+    Raises: UserError if the directory has no tokenizer that transformers can load.
+    """
     from transformers import AutoTokenizer
 
+    directory = Path(directory)
     wanted = (
         "copy tokenizer.json and tokenizer_config.json there from the model that it was made of"
     )
