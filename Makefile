@@ -37,7 +37,7 @@ quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no t
 	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadgroup tests
 
 cluster: $(VENV)/test.stamp  ## what happens to a run when processes and nodes of its Ray cluster are killed, at every kind of moment
-	$(BIN)/python -m pytest -m "cluster and not sglang" tests/cluster
+	$(BIN)/python -m pytest -m "cluster and not sglang" colab/cluster.ipynb tests/cluster
 
 sglang: $(VENV)/test.stamp $(SGLANG)/sglang.stamp  ## the engine's tests against a real SGLang server for CPU, in an environment of its own
 	SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/python -m pytest -m sglang tests/engines/sglang tests/cluster

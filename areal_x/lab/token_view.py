@@ -93,7 +93,10 @@ def trajectory_data(
             if isinstance(x, list):
                 found[name] += x
         found["end"] = part["end"]
-    content = msgspec.json.encode(without_surrogates(found | {"no_text": reason}))
+    # a character may have its bytes in two parts
+    pieces = None if vocabulary is None else vocabulary.pieces(found["ids"])
+    found |= {"pieces": pieces, "no_text": reason}
+    content = msgspec.json.encode(without_surrogates(found))
     plain: dict[str, Any] = msgspec.json.decode(content)
     return plain
 
@@ -103,18 +106,14 @@ def newest_group(run: Path) -> int:
     if there are any. Raises: UserError if no step has consumed a group."""
     with connection_to(run) as connection:
         for table in ("trained", "consumed"):
-            known = connection.execute(
-                "SELECT 1 FROM sqlite_master WHERE name = ?", (table,)
+            is_there = "SELECT 1 FROM sqlite_master WHERE name = ?"
+            if connection.execute(is_there, (table,)).fetchone() is None:
+                continue  # in a journal of an earlier version
+            row = connection.execute(
+                f"SELECT groups.ticket FROM {table} JOIN groups ON groups.ticket = {table}.ticket"
+                f" WHERE groups.content IS NOT NULL ORDER BY {table}.step DESC, {table}.ticket LIMIT 1"
             ).fetchone()
-            row = (
-                known
-                and connection.execute(
-                    f"SELECT groups.ticket FROM {table} JOIN groups ON groups.ticket = {table}.ticket"
-                    f" WHERE groups.content IS NOT NULL ORDER BY {table}.step DESC, {table}.ticket"
-                    " LIMIT 1"
-                ).fetchone()
-            )
-            if row:
+            if row is not None:
                 return int(row[0])
     raise UserError(f"no step of {run} has consumed a group yet: give the ticket of one")
 

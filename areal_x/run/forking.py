@@ -22,10 +22,10 @@ def fork_run(run: Path | str, name: str, step: int | None = None) -> Path:
     `experiment.open(resume=True, name=NAME)`, then continues: with its own settings or with others.
     The run that is copied does not change, and may go on.
 
-    The fork of the newest checkpoint also has the groups that the run had recorded by then, and trains
-    on those that were waiting. That of an earlier one samples them again, because some of their
-    tokens may be of policies that the fork never had. Checkpoints are linked, not copied, where the
-    file system allows it.
+    The fork of the newest checkpoint also has the journal, and continues with the groups in it as a
+    resume does. That of an earlier one samples all groups anew, because the tokens of many recorded
+    ones are of policies that the fork never had. Checkpoints are linked, not copied, where the file
+    system allows it.
 
     Args:
         run: The run's directory.

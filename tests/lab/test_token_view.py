@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     groups = [
         group(3, [scored("xyz", 1.0, version=2), FAILED, scored("ab", 0.0)], task=HOSTILE),
-        group(5, [scored("n" * 5000, 1.0)]),
+        group(5, [scored("n" * 3994 + "é" * 503, 1.0)]),  # one of whose characters is on both sides of token 4000
         group(7, [scored("not consumed", 1.0)]),
     ]
     write_journal(run, groups, [[3], [5]])
@@ -70,7 +70,8 @@ def test_without_records_it_shows_the_newest_group_that_was_consumed(tmp_path):
 def test_a_long_trajectory_is_whole(run):
     data = trajectory_data(run, 5)
     assert data["length"] == len(data["ids"]) == len(data["pieces"]) == 5005
-    assert data["ids"] == answer("n" * 5000, 1.0).tokens.tolist()
+    assert data["ids"] == answer("n" * 3994 + "é" * 503, 1.0).tokens.tolist()
+    assert "".join(data["pieces"]) == "ask: " + "n" * 3994 + "é" * 503
 
 
 @pytest.mark.parametrize("arguments", [(4,), (3, 2), (3, -1)])

@@ -9,6 +9,7 @@ from tests.mutants import (
     of_images_and_meshes,
     of_kept,
     of_models,
+    of_notebooks,
     of_runs,
     of_servers,
     of_speculation,
@@ -28,4 +29,5 @@ MUTANTS = [
     *of_servers.MUTANTS,
     *of_speculation.MUTANTS,
     *of_stages.MUTANTS,
+    *of_notebooks.MUTANTS,
 ]
