@@ -44,7 +44,7 @@ def token_gradients(
     nothing is trained.
 
     Args:
-        algorithm: Its filters are not asked: groups that they reject count as the others.
+        algorithm: Its filters are not applied: groups that they reject count as the others.
         groups: As a `Turn` or a journal has them.
         logprobs: The trained policy's log-probabilities of each trajectory's tokens. By default those
             that the tokens were sampled with: the gradient of a policy that is not stale.
