@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
@@ -11,8 +12,10 @@ from pathlib import Path
 
 from areal_x.errors import UserError
 from areal_x.run import checkpoint
-from areal_x.run.journal import FILE, LOCKED_SECONDS
+from areal_x.run.group_bytes import decode
+from areal_x.run.journal import ADMITTED, FILE, LOCKED_SECONDS
 from areal_x.run.run_dir import CONFIG
+from areal_x.types import NOT_THE_POLICY, Task
 
 METRICS = "metrics.jsonl"
 
@@ -22,10 +25,9 @@ def fork_run(run: Path | str, name: str, step: int | None = None) -> Path:
     `experiment.open(resume=True, name=NAME)`, then continues: with its own settings or with others.
     The run that is copied does not change, and may go on.
 
-    The fork of the newest checkpoint also has the journal, and continues with the groups in it as a
-    resume does. That of an earlier one samples all groups anew, because the tokens of many recorded
-    ones are of policies that the fork never had. Checkpoints are linked, not copied, where the file
-    system allows it.
+    The fork's journal is that of the checkpoint: groups admitted later are left out, and those with
+    tokens of later policies, which the fork never had, are sampled again. Checkpoints are linked, not
+    copied, where the file system allows it.
 
     Args:
         run: The run's directory.
@@ -54,8 +56,9 @@ def fork_run(run: Path | str, name: str, step: int | None = None) -> Path:
         for file in (CONFIG, METRICS):
             if (run / file).is_file():
                 shutil.copyfile(run / file, unfinished / file)
-        if step == saved[-1] and (run / FILE).is_file():
-            _copy_journal(run / FILE, unfinished / FILE)
+        if (run / FILE).is_file():
+            state = json.loads((run / place / checkpoint.STATE).read_text(encoding="utf-8"))
+            copy_journal(run / FILE, unfinished / FILE, step, state["rollout"]["next_ticket"])
         unfinished.chmod(run.stat().st_mode)
         unfinished.rename(fork)
     finally:
@@ -71,10 +74,31 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _copy_journal(source: Path, target: Path) -> None:
-    """Copies whole transactions, also of a run that goes on."""
+def copy_journal(source: Path, target: Path, step: int, next_ticket: int) -> None:
+    """Copies what a journal had at a step, also that of a run that goes on: whole transactions."""
     with (
         closing(sqlite3.connect(source, timeout=LOCKED_SECONDS)) as original,
         closing(sqlite3.connect(target)) as copied,
     ):
         original.backup(copied)
+        copied.execute("DELETE FROM groups WHERE ticket >= ?", (next_ticket,))
+        copied.execute("DELETE FROM consumed WHERE step > ?", (step,))
+        copied.execute("DELETE FROM trained WHERE step > ?", (step,))
+        waiting = copied.execute(
+            "SELECT ticket, content FROM groups WHERE content IS NOT NULL"
+            " AND ticket NOT IN (SELECT ticket FROM consumed)"
+        ).fetchall()
+        for ticket, content in waiting:
+            if newest_version(content) > step:
+                copied.execute(
+                    "UPDATE groups SET status = ?, content = NULL WHERE ticket = ?",
+                    (ADMITTED, ticket),
+                )
+        copied.commit()
+
+
+def newest_version(content: bytes) -> int:
+    """Returns the newest policy version among the tokens of a recorded group."""
+    group = decode(content, Task("", ""), 0, 0)
+    trajectories = [t for episode in group.episodes for t in episode.trajectories]
+    return max((int(t.versions.max(initial=NOT_THE_POLICY)) for t in trajectories), default=-1)

@@ -28,8 +28,8 @@ MUTANTS: list[Mutant] = [
         ("tests/run/test_forking.py",),
         (
             "the fork of an earlier checkpoint trains on later policies' samples",
-            "if step == saved[-1] and (run / FILE)",
-            "if (run / FILE)",
+            "if newest_version(content) > step:",
+            "if False:",
         ),
         (
             "a fork writes into the metrics of its run",

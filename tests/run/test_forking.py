@@ -26,7 +26,9 @@ def run(tmp_path: Path) -> Path:
     run = tmp_path / "runs" / "one"
     write_journal(run, [group(i, [scored("a", 1.0)]) for i in range(4)], [[0], [1]])
     for step in (2, 4):
-        checkpoint.save(run, step, lambda place: (place / "weights").write_text(str(place)) and None, {"rollout": {}})
+        checkpoint.save(
+            run, step, lambda place: (place / "weights").write_text(str(place)) and None, {"rollout": {"next_ticket": 2 + step}}
+        )
     (run / "config.gin").write_text("train.steps = 4\n")
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     return run
@@ -48,20 +50,19 @@ def test_a_fork_has_one_checkpoint_the_settings_and_what_was_recorded(run):
     assert contents(run) == before
 
 
-def test_a_journal_that_is_being_written_is_copied_whole(run):
-    with Journal(run) as journal:
-        journal.admitted(group(9, []), 9)
-        journal.finished(group(9, [scored("b", 1.0)]))
+def test_it_has_no_samples_of_policies_that_it_never_had(run):
+    """At step 2 the tickets 0 to 3 were admitted: 0 and 1 are consumed, 2 has a token of version 3, 4 is later."""
+    with Journal(run) as journal:  # which is being written
+        journal.admitted(group(4, []), 4)
+        journal.finished(group(2, [scored("b", 1.0, version=3)]))
+        journal.consumed(3, [group(3, [])])
         journal.flush()
-        fork = fork_run(run, "two")
-    with closing(sqlite3.connect(fork / FILE)) as connection:
-        assert connection.execute("SELECT max(ticket) FROM groups").fetchone() == (9,)
-
-
-def test_the_fork_of_an_earlier_checkpoint_has_no_samples_of_later_policies(run):
-    fork = fork_run(run, "two", 2)
+        fork = fork_run(run, "two", 2)
     assert checkpoint.steps(fork) == [2]
-    assert not (fork / FILE).exists()
+    with closing(sqlite3.connect(fork / FILE)) as connection:
+        groups = connection.execute("SELECT ticket, status, content IS NULL FROM groups ORDER BY ticket").fetchall()
+        assert groups == [(0, "finished", 0), (1, "finished", 0), (2, "admitted", 1), (3, "finished", 0)]
+        assert connection.execute("SELECT step, ticket FROM consumed").fetchall() == [(1, 0), (2, 1)]
 
 
 def test_the_runs_share_no_file_that_may_change(run):
