@@ -1,8 +1,8 @@
 """The command `areal-x SUBCOMMAND`, and `python -m areal_x SUBCOMMAND`.
 
-A subcommand is the module of the same name (areal_x.rollout_command for rollout), imported only when
-it is the one to run, so that none needs what only another one imports. `python -m areal_x.SUBCOMMAND`
-runs the same function.
+A subcommand is the module of the same name (areal_x.rollout_command and areal_x.agents_command for
+rollout and agents), imported only when it is the one to run, so that none needs what only another
+one imports. `python -m areal_x.SUBCOMMAND` runs the same function.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "rollout": "attempt and score tasks without training, into a journal",
     "replay": "train on a recorded run again, without an engine",
     "serve": "serve a run's model to agents, without training it",
+    "agents": "run agents on this machine for a run on another one",
     "lab": "look at runs in a browser: metrics, trajectories, failures",
     "top": "watch a run in a terminal: where it is, and where its time goes",
     "report": "write a run's page to one file, to send to somebody",

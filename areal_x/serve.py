@@ -21,7 +21,7 @@ import gin
 from areal_x.agents.client import ADDRESS
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway_workflow import GatewayWorkflow
-from areal_x.agents.online import Online, write_address
+from areal_x.agents.online import Online
 from areal_x.config.reader import Config
 from areal_x.errors import printable
 from areal_x.experiment import Experiment
@@ -58,8 +58,7 @@ class Service:
     async def start(self) -> None:
         host = self.workflow.lazy_gateway()
         host.gateway.on_open = self.open
-        await host.start()
-        write_address(self.address, host.gateway.url, host.gateway.key)
+        await host.start(self.address)
         self.message(f"serving at {host.gateway.url}; its address and key are in {self.address}")
 
     async def open(self, label: str | None) -> GatewaySession:

@@ -15,6 +15,7 @@ ROOT = Path(areal_x.__file__).parent
 # Programs of other processes, and the client that users' programs call: the run waits for them elsewhere.
 ELSEWHERE = (
     "agents/client.py",
+    "agents/worker.py",
     "runtime/guard.py",
     "agents/program_launcher.py",
     "agents/tools/mcp_worker.py",

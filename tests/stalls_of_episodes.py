@@ -8,16 +8,21 @@ import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from areal_x.agents import external_program
-from areal_x.agents.agent import Agent, AgentWorkflow, BackgroundLoop
+from areal_x.agents.agent import Agent, AgentWorkflow
+from areal_x.agents.board import Board
+from areal_x.agents.calling import BackgroundLoop
 from areal_x.agents.external_program import run_program
 from areal_x.agents.gateway import gateway
 from areal_x.agents.gateway.gateway import Gateway
+from areal_x.agents.gateway.work import WorkOver
 from areal_x.agents.online import Online
 from areal_x.agents.tools.mcp_tools import McpConnection, McpServer
 from areal_x.agents.tools.toolbox import Toolbox
@@ -442,8 +447,7 @@ async def _(stall: Stall) -> None:
     online = Online(address_file=str(stall.folder / "address"))
     gateway = Gateway()
 
-    async def start() -> bool:
-        return False
+    async def start(address: Path | None = None) -> None: ...
 
     host: Any = SimpleNamespace(start=start, gateway=gateway, renderer=Letters())
     object.__setattr__(online, "host", host)
@@ -453,6 +457,29 @@ async def _(stall: Stall) -> None:
     assert session is not None
     session.end(1.0)
     await episode
+
+
+@stall("a worker to take it")
+async def _(stall: Stall) -> None:
+    board = Board()
+
+    async def open_session() -> Any:
+        return SimpleNamespace(id="s", key="k", close=lambda: None)
+
+    episode = asyncio.create_task(board.lease_for(b"{}", open_session))
+    await stall.idle("the run")
+    assert await board.take("a worker", 10) is not None
+    board.end(await episode)
+
+
+@stall("an episode for a worker")
+async def _(stall: Stall) -> None:
+    board = Board()
+    poll = asyncio.create_task(board.take("a worker", 300))
+    await stall.idle("the gateway")
+    board.close()
+    with pytest.raises(WorkOver):
+        await poll
 
 
 def slow_server(stall: Stall, method: str) -> None:

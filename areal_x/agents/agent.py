@@ -11,31 +11,22 @@ Each episode is a session of the run's own gateway (areal_x.agents.gateway). `ag
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
-import threading
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import gin
 
+from areal_x.agents.calling import AgentResult, BackgroundLoop, Solve, call_function
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.errors import ConfigError
 from areal_x.protocols.workflow import EpisodeResult, Generator, RewardProcesses
 from areal_x.rewards.pool import Reward, RewardLimits, RewardPool, SpreadPool
-from areal_x.runtime import background
 from areal_x.runtime.hosts import Hosts
-from areal_x.runtime.loop import serve
-from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Failed, Outcome, Scored, Task
-
-T = TypeVar("T")
-AgentResult = float | str | None
-Solve = Callable[[Task, str, str], Awaitable[AgentResult] | AgentResult]
 
 GRACE_SECONDS = 10.0  # for an agent to return once its episode is over
 NEVER_CALLED = (
@@ -167,38 +158,3 @@ class Agent(AgentWorkflow):
         if self.background_loop is not None:
             with waiting("the rollout", "the agents' thread to end"):
                 await asyncio.to_thread(self.background_loop.close)
-
-
-async def call_function(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result of an async function, or of a plain one, which runs on a thread of its
-    own, so that any number may block at once."""
-    if inspect.iscoroutinefunction(inspect.unwrap(function)):
-        return await function(*arguments)
-    given = await in_thread(function, *arguments)
-    return await given if inspect.isawaitable(given) else given
-
-
-class BackgroundLoop:
-    """An event loop on a thread of its own: code that blocks there does not stall generation."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the coroutine's result, awaited from another loop. Cancelling this cancels it
-        there."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            failed = background.on_loop()
-            background.watch(self._loop, failed)
-            self._thread = background.thread(
-                serve, self._loop, what="the agents' thread", failed=failed, name="agents"
-            )
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    def close(self) -> None:
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop = None

@@ -16,7 +16,8 @@ from typing import Any
 
 import gin
 
-from areal_x.agents.agent import AgentResult, AgentWorkflow
+from areal_x.agents.agent import AgentWorkflow
+from areal_x.agents.calling import AgentResult
 from areal_x.agents.client import Session
 from areal_x.agents.external_program import inherited_environment, run_program
 from areal_x.agents.gateway.session import GatewaySession

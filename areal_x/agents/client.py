@@ -131,13 +131,30 @@ def session(
             return Session(opened["url"], opened["key"])
 
 
+def write_address(file: Path, url: str, key: str) -> None:
+    """Writes the file so that it is readable by this user alone from its first byte."""
+    new = file.with_name(f"{file.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        json.dump({"url": url, "key": key}, out)
+    new.replace(file)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Whoever answers for the gateway could have the key sent elsewhere."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 def ask(url: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Sends a POST request and returns the gateway's JSON response. Raises: SessionError if it
-    refuses."""
+    refuses; OSError if it cannot be reached."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        opener = urllib.request.build_opener(_NoRedirects)
+        with opener.open(request, timeout=SECONDS) as answer:
             told: dict[str, Any] = json.load(answer)
             return told
     except urllib.error.HTTPError as error:

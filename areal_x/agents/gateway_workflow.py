@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_x.agents.chat.credit import Credit, episode_of_calls
 from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer
 from areal_x.agents.chat.server_renderer import ServerRenderer
+from areal_x.agents.client import write_address
 from areal_x.agents.gateway.gateway import Gateway
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionLimits
@@ -33,14 +35,16 @@ class LazyGateway:
         self._starting = asyncio.Lock()
         self._started = False
 
-    async def start(self) -> bool:
-        """Starts the gateway if necessary; returns True if this call did it."""
+    async def start(self, address: Path | None = None) -> None:
+        """Starts the gateway if necessary. address: file that its address and key are then written
+        to."""
         async with self._starting:
-            started = self._started
+            if self._started:
+                return
             self._started = True
-            if not started:
-                await self.gateway.start()
-            return not started
+            await self.gateway.start()
+            if address is not None:
+                write_address(address, self.gateway.url, self.gateway.key)
 
     async def close(self) -> None:
         await self.gateway.close()
@@ -64,8 +68,9 @@ class GatewayWorkflow(Workflow):
     host: LazyGateway | None = None
 
     def setup(self: H, tokenizer: Any) -> H:
-        """Raises: UserError for a tokenizer without an end token."""
+        """Raises: UserError for a tokenizer without an end token, and as Gateway.prepare."""
         one_of("rendering", self.rendering, RENDERING)
+        self.gateway.prepare()
         by_template = tokenizer.chat_template is not None
         host = LazyGateway(
             self.gateway, TemplateRenderer(tokenizer) if by_template else PlainRenderer(tokenizer)

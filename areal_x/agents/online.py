@@ -12,8 +12,6 @@ Weights change under conversations that are still in progress.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -175,7 +173,7 @@ class Online(GatewayWorkflow):
         return ready
 
     async def run(self, task: Task, engine: Generator) -> EpisodeResult:
-        await self.serve()
+        await self.lazy_gateway().start(Path(self.address_file))
         slot = EpisodeSlot(task.id, engine, asyncio.get_running_loop().create_future())
         self.slots.wait(slot)
         try:
@@ -190,11 +188,6 @@ class Online(GatewayWorkflow):
             self.slots.close_after(task.id, self.group_seconds)
             return await self.episode(session, outcome)
 
-    async def serve(self) -> None:
-        host = self.lazy_gateway()
-        if await host.start():
-            write_address(Path(self.address_file), host.gateway.url, host.gateway.key)
-
     async def opened(self, label: str | None) -> GatewaySession | None:
         """Returns the session of a client that asks the gateway for one, or None if no episode
         waits."""
@@ -207,12 +200,3 @@ class Online(GatewayWorkflow):
             return None
         slot.taken.set_result(session)
         return session
-
-
-def write_address(file: Path, url: str, key: str) -> None:
-    """Writes the file so that it is readable by this user alone from its first byte."""
-    new = file.with_name(f"{file.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        json.dump({"url": url, "key": key}, out)
-    new.replace(file)

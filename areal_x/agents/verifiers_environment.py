@@ -76,8 +76,8 @@ async def verifiers_agent(task: Task, base_url: str, api_key: str) -> float:
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    # the run's own address has no TLS; loading certificates takes 20 ms
-    here = DefaultAsyncHttpxClient(verify=False)
+    # loading certificates takes 20 ms, and most runs' own address has no TLS
+    here = DefaultAsyncHttpxClient(verify=base_url.startswith("https:"))
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=here) as client:
         output = await _environment(*task.metadata[ABOUT]).run_rollout(
             task.metadata["row"], OpenAIChatCompletionsClient(client), "policy", {}

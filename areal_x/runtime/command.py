@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = "areal_x"
 CONSOLE = "areal-x"
 # The modules of subcommands that share their name with a package.
-MODULES = {"rollout": "rollout_command"}
+MODULES = {"rollout": "rollout_command", "agents": "agents_command"}
 
 
 def module_of(name: str) -> str:

@@ -18,7 +18,10 @@ SGLANG_KEY = "SGLANG_API_KEY"
 SGLANG_ADMIN_KEY = "SGLANG_ADMIN_API_KEY"
 """Replaces the weights of the SGLang servers of sglang.urls."""
 
-SECRETS = frozenset({RAY_TOKEN, VLLM_KEY, SGLANG_KEY, SGLANG_ADMIN_KEY})
+GATEWAY_KEY = "AREAL_X_GATEWAY_KEY"
+"""Opens sessions of a run's gateway, and takes its episodes and their tasks."""
+
+SECRETS = frozenset({RAY_TOKEN, VLLM_KEY, SGLANG_KEY, SGLANG_ADMIN_KEY, GATEWAY_KEY})
 
 
 def without_credentials(environment: Mapping[str, str]) -> dict[str, str]:

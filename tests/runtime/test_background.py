@@ -50,7 +50,7 @@ EXECUTORS = {  # and who reads what their work comes to
     "backends/jax/areal_x_jax/attention_kernels.py": "the next line waits for it",
 }
 LOOPS = {  # run by background.serve
-    "areal_x/agents/agent.py",
+    "areal_x/agents/calling.py",
     "areal_x/cluster/hosts.py",
     "areal_x/rollout/rollout.py",
     "areal_x/runtime/hosts.py",

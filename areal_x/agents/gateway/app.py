@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from areal_x.agents.gateway import messages, responses
 from areal_x.agents.gateway.chat_completions import ChatCompletions
-from areal_x.agents.gateway.errors import ApiError, anthropic_body, api_error, openai_body
+from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import Body, CallAnswer, Exchange, check_schemas
+from areal_x.agents.gateway.http import (
+    ANTHROPIC,
+    LABEL_MEGABYTES,
+    OPENAI,
+    RESPONSES,
+    Dialect,
+    body_of,
+    json_response,
+    keys_of,
+    no_such_route,
+    with_errors,
+)
 from areal_x.agents.gateway.messages import Messages
 from areal_x.agents.gateway.responses import Responses
 from areal_x.agents.gateway.retries import Client, SentAnswer, attempt_at
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.streams import (
-    COMMENT,
-    ErrorResponse,
     PendingResponse,
     dumped,
     dumped_slowly,
-    event,
 )
+from areal_x.agents.gateway.work import WorkHost, work_routes
 from areal_x.runtime.thread import INLINE, inline_or_in_pool
-from areal_x.runtime.waits import waiting
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_tokens
 
 LOG = logging.getLogger(__name__)
@@ -46,13 +52,9 @@ MODEL = "policy"
 # An OpenAI client's base_url includes the version, an Anthropic client appends it, and users mix the
 # two up.
 VERSIONS = ("", "/v1", "/v1/v1")
-MEGABYTE = 2**20
-LABEL_MEGABYTES = 1 / 64  # for bodies that hold a label or a number
-BODY_SECONDS = 120.0  # for the whole request
-TRACEBACK_CALLS, TRACEBACK_CHARACTERS = 10, 4000  # in the log
 
 
-class SessionHost(Protocol):
+class SessionHost(WorkHost, Protocol):
     """The part of a Gateway that the routes use."""
 
     beat_seconds: float
@@ -66,44 +68,8 @@ class SessionHost(Protocol):
     async def open_waiting(self, label: str | None) -> GatewaySession: ...
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """The form of an API's errors, in a body and in a stream that has begun, and the event that its
-    clients ignore while they wait."""
-
-    body: Callable[[ApiError], dict[str, Any]]
-    in_stream: Callable[[ApiError], bytes]
-    beat: bytes = COMMENT
-
-    def refusal(self, error: BaseException) -> ErrorResponse:
-        found = api_error(error)
-        if found.code == "internal_error":
-            LOG.error("the gateway could not answer a request\n%s", traceback_end(error))
-        return ErrorResponse(
-            found.status,
-            dumped(self.body(found)),
-            found.headers,
-            self.in_stream(found),
-        )
-
-    def refused(self, error: BaseException) -> Response:
-        refusal = self.refusal(error)
-        return Response(refusal.body, refusal.status, dict(refusal.headers), "application/json")
-
-
-OPENAI = Dialect(openai_body, lambda error: event(openai_body(error)))
-RESPONSES = Dialect(
-    openai_body, lambda error: event({**openai_body(error), "type": "error"}, "error")
-)
-ANTHROPIC = Dialect(
-    anthropic_body,
-    lambda error: event(anthropic_body(error), "error"),
-    event({"type": "ping"}, "ping"),
-)
-
 # the exchange, and a callback for its answers
 Made = tuple[Exchange, Callable[[Any], None] | None]
-Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class RewardBody(Body):
@@ -298,6 +264,7 @@ def application(host: SessionHost) -> Starlette:
         if start + version + path
     ]
     routes.append(Route("/sessions", with_errors(open_session, OPENAI), methods=["POST"]))
+    routes += work_routes(host)
     return Starlette(routes=routes, exception_handlers={HTTPException: no_such_route})
 
 
@@ -305,69 +272,6 @@ def written(
     exchange: Exchange, answers: Sequence[CallAnswer], dump: Callable[[Mapping[str, Any]], bytes]
 ) -> bytes | list[bytes]:
     return exchange.events(answers) if exchange.stream else dump(exchange.whole(answers))
-
-
-def with_errors(handler: Handler, dialect: Dialect) -> Handler:
-    """Wraps a handler so that its exceptions become errors in the form of its API."""
-
-    async def endpoint(request: Request) -> ASGIApp:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except Exception as error:
-            return dialect.refused(error)
-
-    return endpoint
-
-
-async def no_such_route(request: Request, error: Exception) -> Response:
-    """Answers requests for other paths or methods."""
-    assert isinstance(error, HTTPException)
-    dialect = ANTHROPIC if "anthropic-version" in request.headers else OPENAI
-    return dialect.refused(
-        ApiError(
-            error.status_code,
-            f"{request.method} {request.url.path} is not served here",
-            "no_such_route",
-        )
-    )
-
-
-def traceback_end(error: BaseException) -> str:
-    """Returns the end of a traceback, of any depth."""
-    return "".join(traceback.format_exception(error, limit=-TRACEBACK_CALLS))[
-        -TRACEBACK_CHARACTERS:
-    ]
-
-
-def keys_of(request: Request) -> list[str]:
-    """Returns every key in the headers: a client's environment may add one that is not ours."""
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    found = [bearer.strip()] if scheme.lower() == "bearer" else []
-    return [key for key in (*found, request.headers.get("x-api-key", "")) if key]
-
-
-async def body_of(request: Request, megabytes: float) -> bytes:
-    most = megabytes * MEGABYTE
-    parts = []
-    size = 0
-    try:
-        with waiting("the gateway", "the body of a request", idle=True):
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > most:
-                        limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
-                        raise ApiError(
-                            413, f"the request is larger than {limit}", "request_too_large"
-                        )
-                    parts.append(part)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the request did not arrive within {BODY_SECONDS:g} seconds", "request_too_slow"
-        ) from None
-    return b"".join(parts)
 
 
 def model(session: GatewaySession) -> dict[str, Any]:
@@ -381,7 +285,3 @@ def model(session: GatewaySession) -> dict[str, Any]:
         "max_model_len": session.engine.context,
     }
     return {**openai, "type": "model", "display_name": MODEL, "created_at": created}
-
-
-def json_response(data: Mapping[str, Any]) -> Response:
-    return Response(dumped(data), media_type="application/json")

@@ -4,6 +4,9 @@ Whoever can open a socket can send endless headers, or nothing, over as many con
 are file descriptors. So headers are few, a request's must arrive soon, connections are fewer than
 the process may have open files, and one of them feeds the parser no more per iteration of the loop
 than it parses in milliseconds.
+
+Where connections are encrypted, that comes first, in a task of each: a client that begins and stays
+silent holds up nobody, and gives way like any other that has no request.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import contextlib
 import logging
 import resource
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -29,6 +33,8 @@ REQUEST_SECONDS = 10.0  # from a connection's first byte, or its opening, to the
 IDLE_SECONDS = 75  # longer than clients keep an unused connection
 CLOSING_SECONDS = 5  # for responses that are being sent as the gateway closes
 LEAST, MOST = 16, 4096  # connections at once
+# handshakes at once: each takes a millisecond of the loop's time (an RSA key; a tenth with ECDSA)
+HANDSHAKES = 64
 RETRY_SECONDS = 0.2  # after a failed accept, if no idle connection can be closed for it
 WARNING_SECONDS = 60.0  # between two warnings in the log
 
@@ -98,9 +104,19 @@ class Connection(H11Protocol):
 
 class GatewayServer(uvicorn.Server):
     """Serves an application on a listening socket. Leaves signals to the run, and sets an event
-    when it is ready."""
+    when it is ready.
 
-    def __init__(self, application: object, listener: socket.socket) -> None:
+    encryption: of its connections; None for plain HTTP. admits: returns True for an address that
+    may connect; others are refused before a byte of theirs is read.
+    """
+
+    def __init__(
+        self,
+        application: object,
+        listener: socket.socket,
+        encryption: ssl.SSLContext | None = None,
+        admits: Callable[[str], bool] = lambda address: True,
+    ) -> None:
         config = uvicorn.Config(
             application,  # type: ignore[arg-type]
             http=Connection,
@@ -111,14 +127,19 @@ class GatewayServer(uvicorn.Server):
             lifespan="off",
             ws="none",
             server_header=False,
+            # else a client could name its own address, in a header
+            proxy_headers=False,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         super().__init__(config)
         self.ready = asyncio.Event()
         self._listener = listener
+        self._encryption = encryption
+        self._admits = admits
         self._most = most_connections()
         self._open: dict[Connection, None] = {}  # in the order of arrival
+        self._handshakes: dict[Connection, asyncio.Task[None]] = {}
         self._accepting: asyncio.Task[None] | None = None
         self._warned_at = -WARNING_SECONDS
 
@@ -134,8 +155,10 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
+            ending = [self._accepting, *self._handshakes.values()]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
         self._listener.close()
         await super().shutdown(sockets=[])
 
@@ -147,10 +170,18 @@ class GatewayServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         while True:
             try:
-                accepted, _ = await loop.sock_accept(self._listener)
+                accepted, address = await loop.sock_accept(self._listener)
             except OSError as error:
                 self._warn(f"the gateway cannot accept connections: {error.strerror}")
                 await asyncio.sleep(0 if self._make_room() else RETRY_SECONDS)
+                continue
+            if not self._admits(address[0]):
+                accepted.close()
+                self._warn(
+                    f"the gateway refused a connection from {address[0]}, which is in none of"
+                    " gateway.networks"
+                )
+                await asyncio.sleep(0)  # accepting may not have
                 continue
             if len(self._connections()) >= self._most and not self._make_room():
                 accepted.close()
@@ -158,21 +189,49 @@ class GatewayServer(uvicorn.Server):
                     f"the gateway answers {self._most} requests at once and refuses more: raise"
                     " `ulimit -n`"
                 )
+                await asyncio.sleep(0)
                 continue
-            try:
-                # A response's headers and body are two writes: without this the body would wait 40
-                # ms for the client's acknowledgement of the headers.
-                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await loop.connect_accepted_socket(self._connected, accepted)
-            except OSError:  # the client is gone
-                accepted.close()
+            made = self._connection()
+            if self._encryption is None:
+                await self._connect(made, accepted)
+                continue
+            if len(self._handshakes) >= HANDSHAKES:
+                self._abandon(next(iter(self._handshakes)))
+            self._handshakes[made] = background.start(
+                self._connect(made, accepted), "a handshake of the gateway"
+            )
+            await asyncio.sleep(0)
 
-    def _connected(self) -> Connection:
+    async def _connect(self, made: Connection, accepted: socket.socket) -> None:
+        seconds = None if self._encryption is None else REQUEST_SECONDS
+        try:
+            # A response's headers and body are two writes: without this the body would wait 40
+            # ms for the client's acknowledgement of the headers.
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: made, accepted, ssl=self._encryption, ssl_handshake_timeout=seconds
+            )
+        except OSError:  # the client is gone, or its handshake failed
+            self._open.pop(made, None)
+            if self._encryption is None:  # else the transport closes it
+                accepted.close()
+        finally:
+            self._handshakes.pop(made, None)
+
+    def _connection(self) -> Connection:
         made = Connection(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         self._open[made] = None
         return made
+
+    def _abandon(self, connection: Connection) -> None:
+        """Closes a connection without a request."""
+        if connection.transport is not None:
+            connection.transport.abort()
+        elif (handshake := self._handshakes.pop(connection, None)) is not None:
+            self._open.pop(connection, None)
+            handshake.cancel()
 
     def _connections(self) -> dict[Connection, None]:
         for connection in [
@@ -185,10 +244,15 @@ class GatewayServer(uvicorn.Server):
         """Closes the connection that has been without a request for longest; returns False if each
         has one."""
         idle = next(
-            (x for x in self._connections() if x.transport is not None and not x.is_busy), None
+            (
+                x
+                for x in self._connections()
+                if (x.transport is not None or x in self._handshakes) and not x.is_busy
+            ),
+            None,
         )
         if idle is not None:
-            idle.transport.abort()
+            self._abandon(idle)
         return idle is not None
 
     def _warn(self, what: str) -> None:
