@@ -89,7 +89,7 @@ def test_an_example_comes_with_those_it_uses(tmp_path: Path) -> None:
         "tiny",
     ]
     assert f"wrote {tmp_path}/examples/tiny\n" in told
-    assert told.endswith("examples/agents/FILE.gin, where FILE is one of agents_sdk, javascript, openai_client")
+    assert told.endswith("examples/agents/FILE.gin, where FILE is one of agents_sdk, javascript, openai_client, workers")
     for file in (tmp_path / "examples").rglob("*.*"):
         assert file.read_bytes() == (ROOT / file.relative_to(tmp_path)).read_bytes()
     assert example.copy_example("arithmetic", tmp_path)  # what is there already is the same

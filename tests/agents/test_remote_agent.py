@@ -8,9 +8,12 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections import Counter
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -18,7 +21,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_x.agents.agent import Agent
-from areal_x.agents.board import Board, WorkerLost
+from areal_x.agents.board import AgentFailed, Board, WorkerLost, result_of
 from areal_x.agents.client import Session, SessionError
 from areal_x.agents.gateway import Gateway
 from areal_x.agents.gateway.session_state import SessionLimits
@@ -281,6 +284,17 @@ def test_answers_stay_in_the_run_if_it_is_told_so():
     assert json.loads(task_json(TASKS[0], True))["answer"] == "1"
     assert json.loads(task_json(TASKS[0], False))["answer"] is None
     assert json.loads(task_json(Task("t", "1+1=", {1, 2}), False))["answer"] is None
+
+
+def test_what_a_program_printed_counts_unless_its_session_was_given_rewards():
+    def session(**rewards):
+        return SimpleNamespace(state=SimpleNamespace(rewards=rewards))
+
+    assert result_of(WorkAnswer(printed="42"), session()) == "42"
+    assert result_of(WorkAnswer(printed="42"), session(call=1.0)) is None
+    assert result_of(WorkAnswer(result="42"), session(call=1.0)) == "42"
+    with pytest.raises(AgentFailed, match="no page"):
+        result_of(WorkAnswer(error="no page"), session())
 
 
 @pytest.mark.parametrize("settings", [{"lease_seconds": 0.0}, {"attempts": 0}])
@@ -566,6 +580,47 @@ def test_a_run_without_episodes_for_workers_says_so():
     asyncio.run(main())
 
 
+def test_a_key_does_not_follow_a_redirection():
+    """Whoever answers in place of the gateway could have it sent anywhere."""
+    seen = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(self.path)
+            self.send_response(302)
+            self.send_header("location", f"http://127.0.0.1:{self.server.server_port}/elsewhere")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_GET = do_POST
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        worker = Worker(f"http://127.0.0.1:{server.server_port}", "secret", FunctionAttempt(adding()))
+        with pytest.raises(UserError, match="refuses"):
+            asyncio.run(worker.run())
+        server.shutdown()
+        thread.join()
+    assert seen == ["/work"]
+
+
+@needs_openssl
+def test_a_worker_that_does_not_trust_the_certificate_sends_nothing_and_says_so(tokenizer, tmp_path):
+    files = certificate(tmp_path)
+
+    async def main():
+        gateway = Gateway(certificate=files.file, certificate_key=files.key)
+        async with Giving(tokenizer, tmp_path, groups=1, gateway=gateway) as giving:
+            with pytest.raises(UserError, match="no secure connection to https://127"):
+                await giving.worker(adding()).run()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -663,5 +718,6 @@ print(json.dumps({
 
 async def until_soon(condition):
     """As `until`, for what threads and other processes do: it leaves them the processor."""
-    while not condition():
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -10,6 +10,7 @@ from tests.mutants import (
     of_kept,
     of_models,
     of_notebooks,
+    of_networks,
     of_runs,
     of_servers,
     of_speculation,
@@ -30,4 +31,5 @@ MUTANTS = [
     *of_speculation.MUTANTS,
     *of_stages.MUTANTS,
     *of_notebooks.MUTANTS,
+    *of_networks.MUTANTS,
 ]

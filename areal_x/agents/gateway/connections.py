@@ -31,6 +31,7 @@ HEADER_BYTES = 1 << 14  # h11 takes 10 µs per header, and a header can be four 
 SLICE_BYTES = 1 << 13
 REQUEST_SECONDS = 10.0  # from a connection's first byte, or its opening, to the end of the headers
 IDLE_SECONDS = 75  # longer than clients keep an unused connection
+SHUTDOWN_SECONDS = 1.0  # for a client to confirm that an encrypted connection ends
 CLOSING_SECONDS = 5  # for responses that are being sent as the gateway closes
 LEAST, MOST = 16, 4096  # connections at once
 # handshakes at once: each takes a millisecond of the loop's time (an RSA key; a tenth with ECDSA)
@@ -203,18 +204,22 @@ class GatewayServer(uvicorn.Server):
             await asyncio.sleep(0)
 
     async def _connect(self, made: Connection, accepted: socket.socket) -> None:
-        seconds = None if self._encryption is None else REQUEST_SECONDS
+        limits = {}
+        if self._encryption is not None:
+            limits = {
+                "ssl_handshake_timeout": REQUEST_SECONDS,
+                "ssl_shutdown_timeout": SHUTDOWN_SECONDS,
+            }
         try:
             # A response's headers and body are two writes: without this the body would wait 40
             # ms for the client's acknowledgement of the headers.
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: made, accepted, ssl=self._encryption, ssl_handshake_timeout=seconds
+                lambda: made, accepted, ssl=self._encryption, **limits
             )
         except OSError:  # the client is gone, or its handshake failed
             self._open.pop(made, None)
-            if self._encryption is None:  # else the transport closes it
-                accepted.close()
+            accepted.close()
         finally:
             self._handshakes.pop(made, None)
 
