@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,13 @@ def test_trust_is_passed_to_whatever_client_an_agent_uses(tmp_path: Path, monkey
     assert {os.environ[name] for name in agents_command.TRUST} == {str(tmp_path / "run.pem")}
     with pytest.raises(UserError, match="cannot be read"):
         agents_command.trust("none.pem")
+
+
+def test_a_worker_needs_none_of_the_extras() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import areal_x.agents_command\n"
+        "loaded = {n.split('.')[0] for n in set(sys.modules) - before if not n.startswith('_')}\n"
+        "print(sorted(loaded - sys.stdlib_module_names))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "['areal_x', 'jaxtyping', 'numpy']\n"

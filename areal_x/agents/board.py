@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from areal_x.agents.calling import AgentResult
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.work import Assignment, WorkAnswer, WorkOver
+from areal_x.errors import printable
 from areal_x.runtime.waits import waiting, whose
 
 LEASE_SECONDS = 30.0
@@ -174,7 +175,8 @@ class Board:
             session.close()
             return None
         loop = asyncio.get_running_loop()
-        lease = Lease(session, worker, loop.time() + self.lease_seconds, loop.create_future())
+        until = loop.time() + self.lease_seconds
+        lease = Lease(session, printable(worker), until, loop.create_future())
         self._leases[session.id] = lease
         offer.taken.set_result(lease)
         return Assignment(session.id, session.key, offer.task, self.lease_seconds)
@@ -183,7 +185,7 @@ class Board:
 def result_of(answer: WorkAnswer, session: GatewaySession) -> AgentResult:
     """Returns what the agent returned. Raises: AgentFailed with its error."""
     if answer.error is not None:
-        raise AgentFailed(answer.error)
+        raise AgentFailed(printable(answer.error))
     if answer.printed is not None:
         return None if session.state.rewards else answer.printed
     return answer.result

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 NETWORK = ("tests/agents/gateway/test_network.py",)
-REMOTE = ("tests/agents/test_remote_agent.py",)
+REMOTE = ("tests/agents/test_remote_agent.py", "tests/agents/test_workers.py")
+BOARD = ("tests/agents/test_board.py", *REMOTE)
 GATEWAY = "areal_x/agents/gateway/"
 
 MUTANTS: list[Mutant] = [
@@ -19,6 +20,7 @@ MUTANTS: list[Mutant] = [
             'getattr(found, "ipv4_mapped", None) or found',
             "found",
         ),
+        ("a renewed certificate is not used", "(times := self._times()) != self._renewed", "not (times := self._times())"),
         ("a key may be short", "if len(key) < LEAST_KEY:", "if not key:"),
     ),
     *planted(
@@ -47,7 +49,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "areal_x/agents/board.py",
-        REMOTE,
+        BOARD,
         ("signs of life change nothing", "                self._leases[id].until = until\n", "                pass\n"),
         ("a worker that was given up keeps its session", "        lease.session.close()\n", ""),
         ("a worker that was given up may answer", "self._leases.pop(lease.session.id, None)", "pass"),
@@ -69,7 +71,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "areal_x/agents/remote_agent.py",
-        REMOTE,
+        BOARD,
         ("a dead worker's episode has failed", "while died < self.attempts:", "while attempt < 1:"),
         ("answers leave the run", "task.answer if answer else None", "task.answer"),
     ),

@@ -16,12 +16,14 @@ import contextlib
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from areal_x.agents.gateway.network import Encryption
+from areal_x.errors import UserError
 from areal_x.runtime import background
 
 LOG = logging.getLogger(__name__)
@@ -115,7 +117,7 @@ class GatewayServer(uvicorn.Server):
         self,
         application: object,
         listener: socket.socket,
-        encryption: ssl.SSLContext | None = None,
+        encryption: Encryption | None = None,
         admits: Callable[[str], bool] = lambda address: True,
     ) -> None:
         config = uvicorn.Config(
@@ -196,6 +198,10 @@ class GatewayServer(uvicorn.Server):
             if self._encryption is None:
                 await self._connect(made, accepted)
                 continue
+            try:
+                self._encryption.renew(loop.time())
+            except UserError as error:
+                self._warn(f"the certificate cannot be renewed: {error}")
             if len(self._handshakes) >= HANDSHAKES:
                 self._abandon(next(iter(self._handshakes)))
             self._handshakes[made] = background.start(
@@ -204,9 +210,10 @@ class GatewayServer(uvicorn.Server):
             await asyncio.sleep(0)
 
     async def _connect(self, made: Connection, accepted: socket.socket) -> None:
-        limits = {}
+        tls: dict[str, Any] = {}
         if self._encryption is not None:
-            limits = {
+            tls = {
+                "ssl": self._encryption.context,
                 "ssl_handshake_timeout": REQUEST_SECONDS,
                 "ssl_shutdown_timeout": SHUTDOWN_SECONDS,
             }
@@ -214,9 +221,7 @@ class GatewayServer(uvicorn.Server):
             # A response's headers and body are two writes: without this the body would wait 40
             # ms for the client's acknowledgement of the headers.
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: made, accepted, ssl=self._encryption, **limits
-            )
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: made, accepted, **tls)
         except OSError:  # the client is gone, or its handshake failed
             self._open.pop(made, None)
             accepted.close()

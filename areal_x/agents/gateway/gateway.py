@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import ssl
 from collections.abc import Awaitable, Callable
 
 import gin
@@ -14,7 +13,7 @@ from areal_x.agents.chat.rendering import Renderer
 from areal_x.agents.gateway.app import application
 from areal_x.agents.gateway.connections import GatewayServer
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.network import LOOPBACK, Network, key_in
+from areal_x.agents.gateway.network import LOOPBACK, Encryption, Network, key_in
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionKeys, SessionLimits, same
 from areal_x.agents.gateway.work import WorkSource
@@ -95,7 +94,7 @@ class Gateway:
         self.key = secrets.token_urlsafe(32)  # may open sessions and take episodes, nothing else
         self._keys: SessionKeys[GatewaySession] = SessionKeys()
         self._warned: set[str] = set()
-        self._encryption: ssl.SSLContext | None = None
+        self._encryption: Encryption | None = None
         self._server: GatewayServer | None = None
         self._serving: asyncio.Task[None] | None = None
 

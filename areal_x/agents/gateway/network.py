@@ -24,6 +24,7 @@ from areal_x.agents.address import check_url
 from areal_x.errors import ConfigError, UserError
 
 LOOPBACK = "127.0.0.1"
+RENEWED_SECONDS = 60.0  # between two looks at the certificate's files
 LEAST_KEY = 32  # characters: a key that people make up is shorter, and found by trying
 
 Address = IPv4Address | IPv6Address
@@ -102,31 +103,57 @@ class Network:
         found = getattr(found, "ipv4_mapped", None) or found
         return any(found in network for network in self._networks)
 
-    def encryption(self) -> ssl.SSLContext | None:
-        """Returns the context of encrypted connections (TLS 1.2 or later), None without a
-        certificate. Raises: UserError for files that cannot be used."""
+    def encryption(self) -> Encryption | None:
+        """Returns that of connections, None without a certificate. Raises: UserError for files that
+        cannot be used."""
         if not self.certificate:
             return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.set_alpn_protocols(["http/1.1"])
-        load_certificate(context, self.certificate, self.certificate_key)
-        return context
+        return Encryption(self.certificate, self.certificate_key or self.certificate)
 
 
-def load_certificate(context: ssl.SSLContext, certificate: str, key: str) -> None:
-    """Loads the files, again if they were renewed. Raises: UserError for files that cannot be
-    used."""
+class Encryption:
+    """The encryption of connections (TLS 1.2 or later), with a certificate that may be renewed
+    while it is in use. Raises: UserError for files that cannot be used."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._files = certificate, key
+        self._renewed = self._times()
+        self._looked_at = -RENEWED_SECONDS
+        self.context = tls_context(certificate, key)
+
+    def renew(self, now: float) -> None:
+        """Reads files that have changed, at most once a minute. now: seconds of any one clock.
+        Raises: UserError if they cannot be used; what was read before stays in use."""
+        if now - self._looked_at < RENEWED_SECONDS:
+            return
+        self._looked_at = now
+        if (times := self._times()) != self._renewed:
+            # a context of its own: a failure would leave the one in use without its key
+            self.context = tls_context(*self._files)
+            self._renewed = times
+
+    def _times(self) -> tuple[int, ...]:
+        try:
+            return tuple(Path(file).stat().st_mtime_ns for file in self._files)
+        except OSError:
+            return ()
+
+
+def tls_context(certificate: str, key: str) -> ssl.SSLContext:
     _check_readable("gateway.certificate", certificate)
-    _check_readable("gateway.certificate_key", key or certificate)
+    _check_readable("gateway.certificate_key", key)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
     try:
         # without this function OpenSSL would ask for a passphrase at the terminal, on the event loop
-        context.load_cert_chain(certificate, key or None, password=lambda: "")
+        context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
         raise UserError(
             f"gateway.certificate = {certificate!r} and gateway.certificate_key = {key!r} cannot be"
             f" used together ({error.reason or error}): they must be PEM files, the chain with the"
             " server's own certificate first, and its key without a passphrase"
         ) from None
+    return context
 
 
 def _check_readable(binding: str, file: str) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
+from pathlib import Path
 
 import httpx
 import pytest
 
 from areal_x.agents.board import Board
-from areal_x.agents.gateway import Gateway, connections
+from areal_x.agents.gateway import Gateway, connections, network
 from areal_x.agents.gateway.network import Network
 from areal_x.errors import ConfigError, UserError
 from tests.agents.certificates import certificate, needs_openssl
@@ -72,10 +74,10 @@ def test_the_address_that_agents_are_told(settings, url):
 
 
 def test_networks_are_those_of_the_client_in_either_family():
-    network = Network(networks=("10.0.0.0/8", "fd00::/8", "192.168.7.3/32"))
+    some = Network(networks=("10.0.0.0/8", "fd00::/8", "192.168.7.3/32"))
     admitted = ["10.9.8.7", "::ffff:10.9.8.7", "192.168.7.3", "fd00::1", "fd00::1%eth0"]
     refused = ["11.0.0.1", "192.168.7.4", "::ffff:11.0.0.1", "127.0.0.1", "::1", "fe80::1%eth0"]
-    assert [a for a in admitted + refused if network.admits(a)] == admitted
+    assert [a for a in admitted + refused if some.admits(a)] == admitted
 
 
 def test_a_key_of_the_users_own_is_read_before_anything_is_served_and_must_be_long(monkeypatch):
@@ -212,6 +214,71 @@ def test_a_header_changes_no_address(gateway_of, talk):  # noqa: F811
         body = {"model": "m", "messages": HI}
         assert httpx.post(f"{one.session.base_url}/chat/completions", json=body, headers=headers).status_code == 200
     assert [client[0] for client in seen] == ["127.0.0.1"] * 2
+
+
+@needs_openssl
+def test_behind_a_proxy_agents_are_told_its_address_and_nobody_else_speaks_to_the_gateway(
+    gateway_of,  # noqa: F811
+    talk,
+    files,
+    monkeypatch,
+    run,
+):
+    """The proxy ends the encryption and passes bytes on, from the one address that the gateway admits."""
+    monkeypatch.setenv("SSL_CERT_FILE", files.file)
+    served = None
+
+    async def copied(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while more := await reader.read(1 << 16):
+                writer.write(more)
+                await writer.drain()
+        writer.close()
+
+    async def passed_on(reader, writer):
+        inside = await asyncio.open_connection("127.0.0.1", served.port, local_addr=("127.0.0.3", 0))
+        await asyncio.gather(copied(reader, inside[1]), copied(inside[0], writer))
+
+    async def proxied():
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(files.file, files.key)
+        return await asyncio.start_server(passed_on, "127.0.0.1", 0, ssl=context)
+
+    proxy = run(proxied())
+    url = f"https://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    served = gateway_of(url=url, tls_by_proxy=True, networks=("127.0.0.3/32",))
+    one = talk(on=served)
+    assert one.session.base_url == f"{url}/sessions/{one.session.id}/v1"
+    assert one.chat().choices[0].message.content == "hello"
+    assert one.anthropic.messages.create(model="m", messages=HI, max_tokens=9).content[0].text == "hello"
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{served.port}/v1/models")
+    for client in one.clients:
+        client.close()
+
+    async def close():
+        proxy.close()
+
+    run(close())
+
+
+@needs_openssl
+def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(gateway_of, tmp_path, monkeypatch, caplog):  # noqa: F811
+    monkeypatch.setattr(network, "RENEWED_SECONDS", 0.0)
+    used = certificate(tmp_path)
+    served = gateway_of(certificate=used.file, certificate_key=used.key)
+
+    def shown():
+        return ssl.get_server_certificate(("127.0.0.1", served.port), timeout=30)
+
+    first = shown()
+    Path(used.file).write_text("half of a certi")
+    os.utime(used.file, ns=(1, 1))
+    assert shown() == first
+    assert "the certificate cannot be renewed: gateway.certificate = " in caplog.text
+    certificate(tmp_path)
+    os.utime(used.file, ns=(2, 2))
+    assert shown() == Path(used.file).read_text() != first
 
 
 # ---- handshakes
