@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "rollout": "attempt and score tasks without training, into a journal",
     "replay": "train on a recorded run again, without an engine",
     "serve": "serve a run's model to agents, without training it",
+    "tinker": "serve training and sampling to clients of the Tinker API",
     "agents": "run agents on this machine for a run on another one",
     "lab": "look at runs in a browser: metrics, trajectories, failures",
     "top": "watch a run in a terminal: where it is, and where its time goes",

@@ -60,11 +60,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plan": ("train", "simulation", "engines"),
     "launch": ("train", "jobs", "engines"),
     "serve": ("train", "experiment", "agents"),
+    "tinker": ("train", "experiment"),
     "agents_command": ("agents",),
     "example": (),
     "convert": (),
     "__main__": (
-        *("train", "check", "replay", "export", "plan", "launch", "serve", "lab", "top", "report"),
+        *("train", "check", "replay", "export", "plan", "launch", "serve", "tinker", "lab", "top", "report"),
         *("example", "convert", "push", "evaluate", "rollout_command", "agents_command"),
     ),
     "areal_x_jax": ("protocols", "hf"),

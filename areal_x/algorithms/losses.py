@@ -206,6 +206,22 @@ def cispo(
     }
 
 
+@gin.configurable("dro_loss", module="losses")
+def dro(policy: Policy, batch: Batch, *, beta: float = 0.05) -> LossTerms:
+    """Direct reward optimisation, with advantages in place of rewards minus values: a policy
+    gradient, and a quadratic pull towards the policy that sampled.
+
+    term = -(A logp - ½ β (logp - behavior)²). Source: arXiv 2405.19107.
+
+    Args:
+        beta: Weight of the quadratic term; at least 0.
+    """
+    at_least("dro_loss.beta", beta, 0)
+    logp = masked(policy.logp, batch.mask)
+    moved = logp - masked(batch.behavior_logp, batch.mask)
+    return beta * moved**2 / 2 - masked(batch.advantages, batch.mask) * logp, {}
+
+
 @gin.configurable(module="losses")
 def dppo_tv(
     policy: Policy, batch: Batch, *, threshold_low: float = 0.15, threshold_high: float = 0.15

@@ -11,6 +11,7 @@ from jaxtyping import Float32
 
 from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.speculation import NOTHING, Speculation
+from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.types import Batch, Loss
 
 Wait = Callable[[], None]
@@ -142,6 +143,19 @@ class KeepsEntropies(Protocol):
     def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
         """Returns those of the policy before the last `update` at its trained tokens, and 0 for all
         others; None if it computed none, or its rows were in several processes."""
+        ...
+
+
+@runtime_checkable
+class SetsOptimizer(Protocol):
+    """A trainer whose optimizer takes other settings from step to step, as clients that step it
+    themselves send them."""
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Sets the settings of the next steps; the moments stay.
+
+        Raises: ValueError for another optimizer, or another precision of its moments.
+        """
         ...
 
 

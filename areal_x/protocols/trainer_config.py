@@ -87,6 +87,15 @@ class OptimizerConfig:
                 wanted = "at most 0.996 with optimizer.moments = 'bf16'"
                 raise ConfigError(f"optimizer.{name}", beta, wanted)
 
+    def check_same_moments(self, other: OptimizerConfig) -> None:
+        """Raises: ValueError if the other config's moments are not of this one's kind."""
+        for name in ("name", "moments"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"the moments are those of optimizer.{name} = {getattr(self, name)!r}: a step"
+                    f" cannot continue from them with {getattr(other, name)!r}"
+                )
+
     def check_state(self, directory: Path, state: Mapping[str, Any], backend: str) -> None:
         """Checks that this optimizer can continue from a saved trainer's state (its trainer.json).
 

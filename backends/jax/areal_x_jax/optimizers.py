@@ -36,10 +36,66 @@ STACKS = DictKey("layers"), DictKey("deepstack")
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
 
 
+class Settings(NamedTuple):
+    """The numbers of an OptimizerConfig as inputs of a compiled step."""
+
+    learning_rate: Array
+    beta1: Array
+    beta2: Array
+    eps: Array
+    weight_decay: Array
+    clip_norm: Array
+    """Infinite if nothing is clipped."""
+
+
+def settings_of(config: OptimizerConfig, step: int) -> Settings:
+    """Returns those of an optimizer step (0 is the first)."""
+    return Settings(
+        *np.float32(
+            (
+                config.learning_rate_at(np.float32(step)),
+                config.beta1,
+                config.beta2,
+                config.eps,
+                config.weight_decay,
+                config.clip_norm or np.inf,
+            )
+        )
+    )
+
+
+def with_settings(config: OptimizerConfig, settings: Settings) -> optax.GradientTransformation:
+    """Returns the optimizer of `make_optimizer` with its numbers in arrays, and states of the same
+    form."""
+    return _chain(
+        config,
+        optax.clip_by_global_norm(settings.clip_norm),
+        optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps),
+        settings.weight_decay,
+        lambda _: settings.learning_rate,
+    )
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Chains clipping, a direction with moments in `config.moments`, decay of matrices, and the
     learning rate."""
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    clips = config.clip_norm > 0
+    return _chain(
+        config,
+        optax.clip_by_global_norm(config.clip_norm) if clips else optax.identity(),
+        optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+        config.weight_decay,
+        config.learning_rate_at,
+    )
+
+
+def _chain(
+    config: OptimizerConfig,
+    clip: optax.GradientTransformation,
+    adam: optax.GradientTransformation,
+    weight_decay: Any,
+    learning_rate_at: Any,
+) -> optax.GradientTransformation:
     direction = {
         "adamw": adam,
         "adafactor": factored(),
@@ -47,14 +103,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     }[config.name]
     return of_trained(
         optax.chain(
-            optax.clip_by_global_norm(config.clip_norm)
-            if config.clip_norm > 0
-            else optax.identity(),
+            clip,
             with_moment_dtype(
                 {"fp32": jnp.float32, "bf16": jnp.bfloat16}[config.moments], direction
             ),
-            optax.add_decayed_weights(config.weight_decay, matrices),
-            optax.scale_by_learning_rate(config.learning_rate_at),
+            optax.add_decayed_weights(weight_decay, matrices),
+            optax.scale_by_learning_rate(learning_rate_at),
         )
     )
 

@@ -29,7 +29,7 @@ from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
 from areal_x.protocols.shares import blank_row, own_rows
 from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait
-from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
 from areal_x.protocols.tries import subtree_ends
 from areal_x.types import IMAGES, Batch, Loss
 from areal_x_jax import experts, lora, optimizers, resting, sharded_checkpoint
@@ -57,7 +57,7 @@ from areal_x_jax.sharding import (
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.speculation import check_draft
-from areal_x_jax.update import update_step
+from areal_x_jax.update import update_step, update_with_settings
 from areal_x_jax.weights import (
     as_stored,
     from_tensors,
@@ -149,7 +149,8 @@ class Trainer(HuggingFaceTrainer):
         named = config.model.attention in ("auto", "packed_cudnn")
         low = self.dtype == jnp.bfloat16
         self._reads_ends = platform == "gpu" and low and named and self.mesh.size == 1
-        self._steps: dict[Loss, Any] = {}
+        self._sets_optimizer = False
+        self._steps: dict[tuple[Loss, bool], Any] = {}
         # log-probabilities and entropies of the last step, and the number of its rows
         self._kept: tuple[jax.Array | None, jax.Array | None] = None, None
         self._kept_rows = 0
@@ -182,23 +183,35 @@ class Trainer(HuggingFaceTrainer):
         if self.teacher_arch is not None:
             check_known(rows.tokens, self.teacher_arch.vocab, Path(str(self.config.teacher)))
         laid_out, count = self._to_device(rows, whole)
-        if loss not in self._steps:
+        given = self._sets_optimizer
+        if (loss, given) not in self._steps:
+            step = (
+                partial(update_with_settings, self.forward, self.config.optimizer, loss)
+                if given
+                else partial(update_step, self.forward, self.optimizer, loss)
+            )
             # Pinned shardings: left to the compiler, those of the second step's state could differ
             # and compile it again.
-            self._steps[loss] = jax.jit(
-                partial(update_step, self.forward, self.optimizer, loss),
+            self._steps[loss, given] = jax.jit(
+                step,
                 donate_argnums=(0, 1),
                 out_shardings=(self.shardings, self.moment_shardings, self.replicated, self.by_row),
             )
+        settings = [optimizers.settings_of(self.config.optimizer, self.version)] if given else []
         trained = np.float32(whole.trained)
-        self.params, self.moments, results, self._kept = self._steps[loss](
-            self.params, self.moments, self.base, self.teacher, laid_out, count, trained
+        self.params, self.moments, results, self._kept = self._steps[loss, given](
+            self.params, self.moments, self.base, self.teacher, laid_out, count, trained, *settings
         )
         self._kept_rows = len(rows.tokens)
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
         metrics = {name: float(x) for name, x in jax.device_get(results).items()}
         return {**metrics, "learning_rate": rate}
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        self.config.optimizer.check_same_moments(config)
+        self.config = replace(self.config, optimizer=config)
+        self._sets_optimizer = True
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
         return self._rows_of(self._kept[0])

@@ -11,8 +11,10 @@ from jaxtyping import Array
 
 from areal_x.protocols.expert_load import bias_step, max_violation
 from areal_x.protocols.trainer import is_max_reduced
+from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.types import Loss, evaluate_loss
 from areal_x_jax.forward import Forward, Rows, micro_batch
+from areal_x_jax.optimizers import Settings, with_settings
 from areal_x_jax.parameters import Params
 
 
@@ -96,3 +98,24 @@ def update_step(
             layers = params["layers"] | {"router_correction": jnp.where(finite, moved, bias)}
             params = params | {"layers": layers}
     return params, moments, results, kept
+
+
+def update_with_settings(
+    forward: Forward,
+    config: OptimizerConfig,
+    loss: Loss,
+    params: Params,
+    moments: Any,
+    base: Params | None,
+    teacher: Params | None,
+    rows: Rows,
+    count: Array,
+    trained: Array,
+    settings: Settings,
+) -> tuple[Params, Any, dict[str, Array], tuple[Array | None, Array | None]]:
+    """Takes the step of `update_step` with the optimizer's numbers as inputs, so that steps with other
+    numbers share a program."""
+    optimizer = with_settings(config, settings)
+    return update_step(
+        forward, optimizer, loss, params, moments, base, teacher, rows, count, trained
+    )

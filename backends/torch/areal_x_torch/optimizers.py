@@ -57,17 +57,12 @@ class Optimizer(torch.optim.Optimizer):
                 IN_A_LAYER.search(name) and p.ndim >= 2 and min(p.shape[-2:]) > 1
             ):
                 rule = "adamw"  # embeddings, heads, vectors and one-row matrices
-            decay = config.weight_decay if p.ndim >= 2 else 0.0
             # Fused operations need tensors of one mesh.
             alike = rule, p.ndim >= 2, mesh_of(p)
-            group = groups.setdefault(alike, {"params": [], "rule": rule, "weight_decay": decay})
+            group = groups.setdefault(alike, {"params": [], "rule": rule})
             group["params"].append(p)
-        settings = {
-            "lr": config.learning_rate,
-            "betas": (config.beta1, config.beta2),
-            "eps": config.eps,
-        }
-        super().__init__(list(groups.values()), settings)
+        super().__init__(list(groups.values()), {})
+        self.set(config)
         kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
         # One at a time, so that at most one parameter's moments are in fp32.
         self.at_once = None if config.moments == "fp32" else 1
@@ -81,6 +76,14 @@ class Optimizer(torch.optim.Optimizer):
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     **moments,
                 }
+
+    def set(self, config: OptimizerConfig) -> None:
+        """Sets the learning rate, decays and eps of the next steps; decay of matrices only."""
+        for group in self.param_groups:
+            group["lr"] = config.learning_rate
+            group["betas"] = config.beta1, config.beta2
+            group["eps"] = config.eps
+            group["weight_decay"] = config.weight_decay if group["params"][0].ndim >= 2 else 0.0
 
     @torch.no_grad()
     def step(self) -> None:

@@ -9,6 +9,7 @@ order, because they gather parameters together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
 from areal_x.protocols.shares import Shares, blank_row, own_rows
 from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait
-from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
 from areal_x.types import IMAGES, Batch, Loss
 from areal_x_torch import (
     attention,
@@ -216,6 +217,11 @@ class Trainer(HuggingFaceTrainer):
         self.version += 1
         skipped = float(1.0 - finite)
         return {**results, "grad_norm": norm, "learning_rate": rate, "skipped": skipped}
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        self.config.optimizer.check_same_moments(config)
+        self.config = replace(self.config, optimizer=config)
+        self.optimizer.set(config)
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
         return self._rows_of([logp for logp, _ in self._kept if logp is not None])

@@ -1,0 +1,202 @@
+"""The command `areal-x tinker`: serves the API on loopback until it is stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import gin
+import uvicorn
+
+from areal_x.errors import UserError
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
+from areal_x.runtime import loop
+from areal_x.runtime.command import command_of
+from areal_x.runtime.thread import OneThread
+from areal_x.tinker.account import Server
+from areal_x.tinker.app import application
+from areal_x.tinker.host import TrainerHost
+from areal_x.tinker.sampling import Samplers
+from areal_x.train import with_config
+
+DESCRIPTION = """Serves training and sampling to clients of the Tinker API, on this machine.
+
+    areal-x tinker --model Qwen/Qwen3-0.6B
+    areal-x tinker examples/arithmetic/grpo.gin -b "train.backend = 'torch'"
+
+Clients take the address and the key that are printed from the environment: TINKER_BASE_URL and
+TINKER_API_KEY. The server listens on loopback alone. From another machine, forward the port:
+ssh -L PORT:127.0.0.1:PORT HOST"""
+LOOPBACK = "127.0.0.1"
+PREFIX = "tml-"  # without which clients refuse a key
+ADDRESS = "tinker.json"
+CLOSING_SECONDS = 2
+MOST_CONNECTIONS = 2048  # clients keep a connection for each request that they wait for
+FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 once it is stopped, 1 after a sentence about a mistake."""
+    options = parse(arguments)
+    if options.file is not None:
+
+        def work(_: object) -> None:
+            experiment = gin.get_configurable("train")()
+            config = replace(experiment.trainer, row_length=experiment.row_length)
+            serve(options, experiment.backend, config, experiment.embedded.slots)
+
+        return with_config(options.file, options.bindings, work)
+    try:
+        config = TrainerConfig(
+            model=ModelConfig(path=options.model),
+            lora=LoRAConfig(),
+            row_length=options.context or 4096,
+        )
+        serve(options, options.backend, config, options.slots)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=command_of("tinker"),
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE.gin",
+        nargs="?",
+        type=Path,
+        help="takes model, backend, trainer and lora.targets from a gin file",
+    )
+    parser.add_argument(
+        "-b", dest="bindings", action="append", default=[], metavar="BINDING", help="of the file"
+    )
+    parser.add_argument("--model", help="a Hugging Face directory or hub name, without a file")
+    parser.add_argument("--backend", default="torch", choices=("jax", "torch"), help="(torch)")
+    parser.add_argument("--context", type=int, help="tokens of the longest sequence (4096)")
+    parser.add_argument("--slots", type=int, default=32, help="sequences sampled at once (32)")
+    parser.add_argument("--name", help="base_model of the clients; by default the model's path")
+    parser.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("runs/tinker"),
+        help=f"for checkpoints, and {ADDRESS} with address and key (runs/tinker)",
+    )
+    parser.add_argument(
+        "--keys", type=Path, help="a file with a key a line, each for a client of its own"
+    )
+    options = parser.parse_args(arguments)
+    if (options.file is None) == (options.model is None):
+        parser.error("give either FILE.gin or --model")
+    if options.file is None and options.bindings:
+        parser.error("-b binds settings of a FILE.gin")
+    return options
+
+
+def read_keys(file: Path | None) -> list[str]:
+    """Returns the keys of a file; else that of TINKER_API_KEY or a new one.
+
+    Raises: UserError for a key that clients would refuse.
+    """
+    if file is None:
+        keys = [os.environ.get("TINKER_API_KEY") or PREFIX + secrets.token_urlsafe(24)]
+    else:
+        try:
+            keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error}") from error
+    if not keys or any(len(x) < 16 or not x.startswith(PREFIX) for x in keys):
+        raise UserError(
+            f"a key begins with {PREFIX} and has at least 16 characters: correct"
+            f" {file or 'TINKER_API_KEY'}"
+        )
+    return keys
+
+
+def serve(
+    options: argparse.Namespace,
+    backend: str,
+    config: TrainerConfig,
+    slots: int,
+    message: Callable[[str], None] = print,
+) -> None:
+    """Serves until it is interrupted.
+
+    Raises: UserError for a model that cannot be loaded, or a port that is taken.
+    """
+    logging.basicConfig(level=logging.WARNING)
+    if options.context:
+        config = replace(config, row_length=options.context)
+    name = options.name or str(config.model.path)
+    keys = read_keys(options.keys)
+    host = TrainerHost(backend, config)
+    tokenizer = load_tokenizer(host.base)
+    try:
+        listener = socket.create_server((LOOPBACK, options.port), backlog=512)
+    except (OSError, OverflowError) as error:
+        taken = f"port {options.port} cannot be served ({error}): 0 takes a free one"
+        raise UserError(taken) from error
+    url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+    root = options.directory
+    working = root / "working"  # of models under training, which end with the server
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+    write_address(root / ADDRESS, url, keys[0])
+
+    async def until_interrupted() -> None:
+        thread = OneThread("areal-x tinker")
+        samplers = Samplers(host, thread, tokenizer, slots)
+        server = Server(host, thread, samplers, name, root / "checkpoints", working)
+        settings = uvicorn.Config(
+            application(server, keys),
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
+        )
+        served = uvicorn.Server(settings)
+        message(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={keys[0]}")
+        sys.stdout.flush()
+        try:
+            await served.serve(sockets=[listener])
+        finally:
+            await samplers.close()
+            thread.close()
+
+    try:
+        with loop.short_collections():
+            loop.run(until_interrupted(), "tinker")
+    finally:
+        listener.close()
+        shutil.rmtree(working, ignore_errors=True)
+
+
+def write_address(file: Path, url: str, key: str) -> None:
+    """Writes a file that only this user may read."""
+    beside = file.with_name(f".{file.name}")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        json.dump({"url": url, "key": key}, opened)
+    beside.rename(file)

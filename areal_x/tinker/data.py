@@ -1,0 +1,141 @@
+"""A client's datums, and the packed rows that a trainer computes them in.
+
+A datum is n tokens, and for each the targets that follow it: mostly the next token, but a client may
+name any, and several. A row holds the datum's tokens as a chain, and each target that is not the
+next token of the chain as a leaf beside it (`Batch.parents`):
+
+    tokens   a b c         a row   a ── b ── c ── d          targets b c d: a sequence
+    targets  b c d
+    targets  b x d                 a ── b ─┬ x               b's target x is a leaf
+                                           └ c ── d
+
+So the log-probability of every target is that of one node of the row, given the tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from areal_x.batching.first_fit import first_fit_decreasing
+from areal_x.errors import UserError
+from areal_x.types import Batch
+
+LEAST_LENGTH = 32  # of a row: rows of few lengths share compiled programs
+MOST_TARGETS = 256  # for each token
+
+
+@dataclass(frozen=True)
+class Datum:
+    """Tokens, and what a loss wants to know about each of their targets."""
+
+    tokens: Int32[np.ndarray, " n"]
+    targets: Int32[np.ndarray, "n targets"]
+
+    inputs: Mapping[str, Float32[np.ndarray, "n targets"]] = field(default_factory=dict)
+    """The loss's inputs but the targets, by name."""
+
+    flat: bool = True
+    """True if the client named one target a token, in an array of one axis."""
+
+
+class Layout(NamedTuple):
+    """Datums in packed rows.
+
+    at: of each datum, the index of every target in the flattened rows. batch: tokens, segments,
+    positions, mask and, unless each datum is a sequence, parents.
+    """
+
+    batch: Batch
+    at: list[Int64[np.ndarray, "n targets"]]
+
+    def spread(self, values: Sequence[np.ndarray]) -> Float32[np.ndarray, "rows length"]:
+        """Returns the values of all targets at their nodes, 0 elsewhere."""
+        found = np.zeros(self.batch.tokens.size, np.float32)
+        for at, x in zip(self.at, values, strict=True):
+            found[at.ravel()] = x.ravel()
+        return found.reshape(self.batch.shape)
+
+    def gather(self, x: Float32[np.ndarray, "rows length"]) -> list[np.ndarray]:
+        """Returns the values of each datum's targets."""
+        flat = np.asarray(x, np.float32).ravel()
+        return [flat[at] for at in self.at]
+
+
+class Chain(NamedTuple):
+    """A datum's nodes in preorder. at: the node of each target."""
+
+    tokens: Int32[np.ndarray, " nodes"]
+    parents: Int32[np.ndarray, " nodes"]
+    depths: Int32[np.ndarray, " nodes"]
+    at: Int64[np.ndarray, "n targets"]
+
+
+def chain_of(datum: Datum) -> Chain:
+    """Returns the nodes of a datum: after each token its leaves, then the next token."""
+    tokens, targets = datum.tokens, datum.targets
+    count, width = targets.shape
+    following = np.append(tokens[1:], -1)[:, None]
+    # The chain's own node is the first target that names the next token.
+    matches = targets == following
+    on_chain = matches & (np.cumsum(matches, axis=1) == 1)
+    leaf = ~on_chain
+    leaves = leaf.sum(axis=1)
+    own = np.arange(count) + np.concatenate([[0], np.cumsum(leaves)[:-1]])
+    at = own[:, None] + np.where(leaf, np.cumsum(leaf, axis=1), leaves[:, None] + 1)
+    size = count + int(leaves.sum())
+    nodes, parents, depths = (np.empty(size, np.int32) for _ in range(3))
+    nodes[own], parents[own], depths[own] = tokens, np.append(-1, own[:-1]), np.arange(count)
+    rows = np.broadcast_to(np.arange(count)[:, None], (count, width))[leaf]
+    nodes[at[leaf]], parents[at[leaf]], depths[at[leaf]] = targets[leaf], own[rows], rows + 1
+    return Chain(nodes, parents, depths, at)
+
+
+def is_sequence(chain: Chain) -> bool:
+    """True if no token has more than one node after it."""
+    return bool((chain.parents == np.arange(len(chain.parents)) - 1).all())
+
+
+def lay_out(datums: Sequence[Datum], most: int, shares: bool = True) -> Layout:
+    """Packs datums into rows of a power of two of tokens.
+
+    most: tokens of the longest row. shares: whether the model computes branches (False for
+    families that `train.share_prompts` refuses). Raises: UserError for a datum that does not fit,
+    or that needs branches.
+    """
+    chains = [chain_of(datum) for datum in datums]
+    plain = [is_sequence(chain) for chain in chains]
+    for index, chain in enumerate(chains):
+        if len(chain.tokens) > most:
+            raise UserError(
+                f"datum {index} has {len(datums[index].tokens)} tokens and"
+                f" {len(chain.tokens) - len(datums[index].tokens)} targets that are not its next"
+                f" token, more than the {most} of a row: send shorter ones, or serve with a larger"
+                " --context"
+            )
+        if not plain[index] and not shares:
+            raise UserError(
+                f"datum {index} has targets that are not its next tokens, and this model's layers"
+                " cannot compute several continuations of one prefix here: send targets that are"
+                " the tokens shifted by one"
+            )
+    lengths = np.array([len(chain.tokens) for chain in chains], np.int32)
+    length = min(max(LEAST_LENGTH, 1 << (int(lengths.max()) - 1).bit_length()), most)
+    rows, starts, segments = first_fit_decreasing(lengths, length)
+    shape = int(rows.max()) + 1, length
+    tokens, ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    parents = np.full(shape, -1, np.int32)
+    mask = np.zeros(shape, np.bool_)
+    at = []
+    for chain, row, start, segment in zip(chains, rows, starts, segments, strict=True):
+        own = slice(int(start), int(start) + len(chain.tokens))
+        tokens[row, own], ids[row, own], positions[row, own] = chain.tokens, segment, chain.depths
+        parents[row, own] = np.where(chain.parents < 0, -1, chain.parents + start)
+        at.append(int(row) * length + int(start) + chain.at)
+        mask.reshape(-1)[at[-1].ravel()] = True
+    batch = Batch(tokens, ids, positions, mask, parents=None if all(plain) else parents)
+    return Layout(batch, at)

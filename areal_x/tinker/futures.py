@@ -1,0 +1,184 @@
+"""Requests under way and their results, which clients come back for.
+
+A request's id is made of what it is about and its number, so that a request that is sent again finds
+the first one's result: it is computed once. Results stay until newer ones need their room, since an
+answer may be lost on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from areal_x.errors import UserError
+from areal_x.runtime import background
+from areal_x.tinker.results import Failure, Result
+
+LOG = logging.getLogger(__name__)
+
+Work = Callable[[], Awaitable[Result]]
+Outcome = Result | Failure
+
+MOST_PENDING = 4096
+MOST_KEPT = 10_000
+MOST_BYTES = 256 << 20  # of kept results
+MOST_AHEAD = 4096  # numbers that a request may be ahead of its model's
+
+
+class Full(Exception):
+    """Too many requests are under way: send this one again later."""
+
+
+class Unknown(Exception):
+    """No request has this id."""
+
+
+class Gone(Exception):
+    """The result made room for newer ones."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request. kind: of its work, which a repetition has too."""
+
+    kind: str
+    done: asyncio.Future[Outcome]
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(eq=False)
+class Futures:
+    """The requests of one client."""
+
+    requests: dict[str, Pending] = field(default_factory=dict)  # the oldest first
+    dropped: dict[str, None] = field(default_factory=dict)
+    _bytes: int = 0
+    _pending: int = 0
+
+    def add(self, id: str, kind: str) -> tuple[Pending, bool]:
+        """Returns the request of an id, and True if it is new.
+
+        Raises: Full; Gone; UserError if the id is of a request of another kind.
+        """
+        if id in self.requests:
+            found = self.requests[id]
+            if found.kind != kind:
+                raise UserError(f"the number of this {kind} was that of a {found.kind}")
+            return found, False
+        if id in self.dropped:
+            raise Gone
+        if self._pending >= MOST_PENDING:
+            raise Full
+        self._pending += 1
+        made = Pending(kind, asyncio.get_running_loop().create_future())
+        self.requests[id] = made
+        return made, True
+
+    def settle(self, request: Pending, outcome: Outcome) -> None:
+        """Ends a request. The second outcome of one is ignored."""
+        if request.done.done():
+            return
+        request.done.set_result(outcome)
+        self._pending -= 1
+        self._bytes += size_of(outcome)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        ended = len(self.requests) - self._pending
+        if ended <= MOST_KEPT and self._bytes <= MOST_BYTES:
+            return
+        for id in [id for id, x in self.requests.items() if x.done.done()][:-1]:
+            self._bytes -= size_of(self.requests.pop(id).done.result())
+            self.dropped[id] = None
+            ended -= 1
+            if ended <= MOST_KEPT and self._bytes <= MOST_BYTES:
+                break
+        while len(self.dropped) > MOST_KEPT:
+            del self.dropped[next(iter(self.dropped))]
+
+    async def result(self, id: str, seconds: float) -> Outcome | None:
+        """Returns a request's outcome, None if it takes longer.
+
+        Raises: Unknown; Gone.
+        """
+        if id not in self.requests:
+            raise Gone if id in self.dropped else Unknown
+        done = self.requests[id].done
+        await asyncio.wait({done}, timeout=seconds)
+        return done.result() if done.done() else None
+
+    def start(self, id: str, kind: str, work: Work) -> None:
+        """Starts a request's work, unless it was sent before. Raises: as `add`."""
+        request, new = self.add(id, kind)
+        if new:
+            request.task = background.start(self.run(request, work), f"the {kind}")
+
+    async def run(self, request: Pending, work: Work) -> None:
+        """Does a request's work and settles it, whatever comes of it."""
+        if request.done.done():  # cancelled before
+            return
+        outcome: Outcome = Failure("the request was cancelled", "user")
+        try:
+            outcome = await work()
+        except UserError as error:
+            outcome = Failure(str(error), "user")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            LOG.exception("a %s failed", request.kind)
+            outcome = Failure(f"{type(error).__name__}: {error}", "server")
+        finally:
+            self.settle(request, outcome)
+
+    def cancel(self, id: str) -> None:
+        """Ends the work of a request that `start` started; others run on."""
+        request = self.requests.get(id)
+        if request is not None and request.task is not None:
+            request.task.cancel()
+            self.settle(request, Failure("the request was cancelled", "user"))
+
+
+def size_of(outcome: Outcome) -> int:
+    return outcome.size if isinstance(outcome, Result) else 1024
+
+
+@dataclass(eq=False)
+class Line:
+    """The requests of one model, which run one after the other in the order of their numbers, in
+    whatever order they arrive."""
+
+    futures: Futures
+    next: int = 0
+    arrived: dict[int, tuple[Pending, Work]] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+
+    def put(self, id: str, number: int, kind: str, work: Work) -> None:
+        """Raises: as `Futures.add`; UserError for a number far ahead of the others."""
+        if number > self.next + MOST_AHEAD:
+            raise UserError(f"the request has the number {number}, and {self.next} is missing")
+        request, new = self.futures.add(id, kind)
+        if not new:
+            return
+        if number < self.next:
+            self.futures.settle(request, Failure("its number is that of an earlier one", "user"))
+            return
+        self.arrived[number] = request, work
+        if self.task is None:
+            self.task = background.start(self._run(), "a model's requests")
+
+    async def _run(self) -> None:
+        try:
+            while self.next in self.arrived:
+                request, work = self.arrived.pop(self.next)
+                self.next += 1
+                await self.futures.run(request, work)
+        finally:
+            self.task = None
+
+    def close(self) -> None:
+        """Fails what has not begun."""
+        for request, _ in self.arrived.values():
+            self.futures.settle(request, Failure("the model was unloaded", "user"))
+        self.arrived.clear()

@@ -1,0 +1,194 @@
+"""Sampling from many weights with one engine: those of one name are in it at a time.
+
+    requests for B ──▶ line ──▶ engine with A's weights
+                                running requests of A end, then B's weights are loaded
+
+Requests for the weights that are loaded join at once while nobody waits for others; a swap takes
+turns in the order of arrival. So every token of a request has the weights that it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from areal_x.engines.embedded import EmbeddedEngine, StagedSnapshot
+from areal_x.errors import UserError
+from areal_x.hf import endings
+from areal_x.protocols.engine import Completion, Request, SamplingParams, max_new_tokens
+from areal_x.runtime import background
+from areal_x.runtime.thread import OneThread, inline_or_in_pool
+from areal_x.tinker import requests, results
+from areal_x.tinker.host import Source, TrainerHost
+
+MOST_SAMPLES = 1024
+UNSUPPORTED = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "prompt_alt_tokens_k",
+    "target_prompt_logprobs",
+)
+
+
+class Samplers:
+    """The engine, and the line before it. Used on one event loop."""
+
+    def __init__(self, host: TrainerHost, thread: OneThread, tokenizer: Any, slots: int) -> None:
+        self.host = host
+        self.tokenizer = tokenizer
+        self.ends = endings.ends(tokenizer)
+        self._thread = thread
+        self._slots = slots
+        self._engine: EmbeddedEngine | None = None
+        self._loaded: str | None = None
+        self._users = 0
+        self._swap: asyncio.Task[None] | None = None
+        self._swaps = 0
+        self._line: deque[tuple[Source, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def holding(self, source: Source) -> AsyncIterator[EmbeddedEngine]:
+        """Gives the engine with these weights, which stay until the end."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((source, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._leave()  # it was admitted meanwhile
+            raise
+        try:
+            assert self._engine is not None
+            yield self._engine
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        """Admits whoever is first in the line, as long as the weights are theirs."""
+        while self._line and self._swap is None:
+            source, turn = self._line[0]
+            if turn.done():  # cancelled
+                self._line.popleft()
+            elif source.name == self._loaded:
+                self._line.popleft()
+                self._users += 1
+                turn.set_result(None)
+            elif self._users == 0:
+                self._swap = background.start(self._load(source), "a swap of weights")
+            else:
+                return
+
+    async def _load(self, source: Source) -> None:
+        error: Exception | None = None
+        try:
+            if self._engine is None:
+                engine = EmbeddedEngine(await self._thread.run(self.host.sampler, self._slots))
+                await engine.start()
+                self._engine = engine
+            snapshot = await self._thread.run(self.host.snapshot, source)
+            self._swaps += 1
+            await self._engine.swap(StagedSnapshot(snapshot=snapshot, version=self._swaps))
+            self._loaded = source.name
+        except Exception as failure:
+            error = failure
+        self._swap = None
+        if error is not None:
+            _, turn = self._line.popleft()
+            if not turn.done():
+                turn.set_exception(error)
+        self._admit()
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def sample(self, source: Source, request: requests.Sample) -> results.Result:
+        """Raises: UserError for a request that cannot be answered."""
+        prompt = check(request)
+        sampling, texts = self._sampling(request.sampling_params)
+        max_new_tokens(Request(prompt, sampling), self.host.context, "--context")
+        if prompt.max(initial=0) >= self.host.vocabulary:
+            raise UserError(
+                f"the prompt has the token {prompt.max()}, and the model's vocabulary has"
+                f" {self.host.vocabulary}"
+            )
+        seed = request.sampling_params.seed
+        first = secrets.randbits(30) if seed is None else seed * MOST_SAMPLES
+        asked = [
+            Request(prompt, sampling, seed=(first + index) % 2**31)
+            for index in range(request.num_samples)
+        ]
+        async with self.holding(source) as engine:
+            completions: Sequence[Completion] = await asyncio.gather(*engine.submit(asked))
+        found = [
+            await inline_or_in_pool(len(x.tokens), cut, x, texts, self.tokenizer)
+            for x in completions
+        ]
+        prompt_logprobs = None
+        if request.prompt_logprobs:
+            last = request.prompt_logprobs_last_n or len(prompt)
+            prompt_logprobs = await self._thread.run(self.host.logprobs, source, prompt, last)
+        return results.samples(found, prompt_logprobs)
+
+    def _sampling(self, asked: requests.Sampling) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Returns the engine's parameters, and the texts that end a sequence."""
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        tokens = [] if stops == [] else list(self.ends)
+        texts = []
+        for stop in stops or ():
+            if isinstance(stop, int):
+                tokens.append(stop)
+            elif stop:
+                texts.append(stop)
+        most = self.host.context if asked.max_tokens is None else asked.max_tokens
+        sampling = SamplingParams(
+            max_tokens=most,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=max(asked.top_k, 0),
+            stop_token_ids=tuple(tokens),
+        )
+        return sampling, tuple(texts)
+
+
+def check(request: requests.Sample) -> np.ndarray:
+    """Returns the prompt. Raises: UserError for what no server of this kind answers."""
+    for name in UNSUPPORTED:
+        if getattr(request, name):
+            raise UserError(f"this server does not compute {name} yet: leave it out")
+    if not 1 <= request.num_samples <= MOST_SAMPLES:
+        raise UserError(f"num_samples is from 1 to {MOST_SAMPLES}, not {request.num_samples}")
+    prompt = requests.tokens_of(request.prompt)
+    last = request.prompt_logprobs_last_n
+    if last is not None and not 1 <= last < len(prompt):
+        raise UserError(
+            f"prompt_logprobs_last_n = {last} is not from 1 to {len(prompt) - 1}, one less than"
+            " the prompt"
+        )
+    return prompt
+
+
+def cut(completion: Completion, texts: Sequence[str], tokenizer: Any) -> results.SampledSequence:
+    """Returns a completion up to the token that completes one of the texts."""
+    tokens, stopped = completion.tokens, completion.finish_reason == "stop"
+
+    def ended(count: int) -> bool:
+        text = tokenizer.decode(tokens[:count].tolist())
+        return any(stop in text for stop in texts)
+
+    count = len(tokens)
+    if texts and ended(count):
+        count = next(n for n in range(1, count + 1) if ended(n))
+        stopped = True
+    return results.SampledSequence(tokens[:count], completion.logprobs[:count], stopped)
