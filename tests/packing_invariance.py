@@ -34,6 +34,7 @@ POLICY = {
     "gmpo": losses.gmpo,
     "sapo": losses.sapo,
     "cispo": losses.cispo,
+    "dro": losses.dro,
     "dppo_tv": losses.dppo_tv,
     "kpop": losses.kpop,
     "kl_penalty": partial(losses.kl_penalty, coefficient=0.1),

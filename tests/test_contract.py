@@ -38,6 +38,7 @@ FUNCTIONS = {
         "gmpo(policy, batch, clip_low=0.4, clip_high=0.4)",
         "sapo(policy, batch, tau_positive=1.0, tau_negative=1.05)",
         "cispo(policy, batch, clip_high=0.28, clip_low=None)",
+        "dro(policy, batch, beta=0.05)",
         "dppo_tv(policy, batch, threshold_low=0.15, threshold_high=0.15)",
         "kpop(policy, batch, threshold=0.1)",
         "value_clip(policy, batch, clip=0.2)",

@@ -23,6 +23,7 @@ Outcome = Result | Failure
 
 MOST_PENDING = 4096
 MOST_KEPT = 10_000
+MOST_DROPPED = 100_000  # ids of results that are gone
 MOST_BYTES = 256 << 20  # of kept results
 MOST_AHEAD = 4096  # numbers that a request may be ahead of its model's
 
@@ -95,7 +96,7 @@ class Futures:
             ended -= 1
             if ended <= MOST_KEPT and self._bytes <= MOST_BYTES:
                 break
-        while len(self.dropped) > MOST_KEPT:
+        while len(self.dropped) > MOST_DROPPED:
             del self.dropped[next(iter(self.dropped))]
 
     async def result(self, id: str, seconds: float) -> Outcome | None:

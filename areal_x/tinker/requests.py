@@ -278,7 +278,8 @@ def _array(data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
 def _json_tensor(tensor: Tensor) -> np.ndarray:
     if tensor.dtype not in NAMES:
         raise UserError(f"an array is of float32 or int64, not {tensor.dtype!r}")
-    values = np.array(tensor.data, NAMES[tensor.dtype])
+    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite then is refused as such
+        values = np.array(tensor.data).astype(NAMES[tensor.dtype])
     shape = [values.size] if tensor.shape is None else tensor.shape
     if tensor.sparse_crow_indices is None:
         return _dense(values, shape)
