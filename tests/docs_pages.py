@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+)\.py\b.*\n")
 NOT_RUN = {  # a line that only this block has, and the reason
+    "service = tinker.ServiceClient()": "needs a served model: tests/tinker/test_client.py runs a program of the client",
     "with session() as episode:": "needs a served run: tests/test_serve.py and tests/agents/test_online.py run these lines",
     'AutoProcessor.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct")': "needs the hub: tests/jax/test_images.py makes a processor",
 }

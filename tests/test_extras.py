@@ -47,7 +47,7 @@ BROUGHT = {
     "vllm_ascend": "the release of vLLM that it is made for, in docs/ascend.md",
     "sglang": "its own environment, in docs/sglang.md",
 }
-ROOMS_OF_EXTRAS = ("agents", "lab", "testing")
+ROOMS_OF_EXTRAS = ("agents", "lab", "testing", "tinker")
 LEFT_OUT = ("starlette", "uvicorn", "pydantic", "jsonschema")
 
 

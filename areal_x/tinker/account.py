@@ -29,6 +29,7 @@ from areal_x.tinker.sampling import Samplers
 MOST_SESSIONS, MOST_MODELS, MOST_SAMPLERS = 1024, 64, 4096
 MOST_EPHEMERAL = 16  # unnamed sampler weights that are kept, the newest ones
 MOST_RANK = 512
+SILENT_SECONDS = 600.0  # clients send a sign of life every 10
 LEAST_RATE = 1e-300  # stands for 0, and is 0 in fp32
 NO_METRICS: Mapping[str, float] = {}
 
@@ -52,6 +53,9 @@ class Session:
     id: str
     user_metadata: Mapping[str, Any] | None
     display_name: str | None
+    seen: float = field(default_factory=time.monotonic)
+    """When it was last heard of, in seconds of time.monotonic."""
+
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
 
@@ -90,7 +94,9 @@ class Account:
 
     def create_session(self, body: requests.CreateSession) -> Session:
         if len(self.sessions) >= MOST_SESSIONS:
-            self.finish(next(iter(self.sessions)))
+            self.finish_silent()
+        if len(self.sessions) >= MOST_SESSIONS:
+            self.finish(min(self.sessions.values(), key=lambda x: x.seen).id)
         session = Session(uuid.uuid4().hex, body.user_metadata, body.display_name)
         self.sessions[session.id] = session
         return session
@@ -100,6 +106,16 @@ class Account:
         if id not in self.sessions:
             raise Unknown
         return self.sessions[id]
+
+    def beat(self, id: str) -> None:
+        """Records that a session's client is there. Raises: Unknown."""
+        self.session(id).seen = time.monotonic()
+
+    def finish_silent(self) -> None:
+        """Ends the sessions whose clients are gone."""
+        latest = time.monotonic() - SILENT_SECONDS
+        for session in [x for x in self.sessions.values() if x.seen < latest]:
+            self.finish(session.id)
 
     def finish(self, id: str) -> None:
         """Ends a session: its models are deleted, its checkpoints stay. Raises: Unknown."""
@@ -132,6 +148,8 @@ class Account:
             return self.models[id]
         if not 0 <= number < 10**9:
             raise UserError(f"model_seq_id = {number} is out of range")
+        if len(self.models) >= MOST_MODELS:
+            self.finish_silent()
         if len(self.models) >= MOST_MODELS:
             raise UserError(
                 f"there are {len(self.models)} models of this key: finish the sessions of those that"

@@ -163,7 +163,7 @@ async def create_session(account: Account, request: Request) -> Any:
 
 
 async def heartbeat(account: Account, request: Request) -> Any:
-    account.session((await body_of(request, requests.InSession)).session_id)
+    account.beat((await body_of(request, requests.InSession)).session_id)
     return {"type": "session_heartbeat"}
 
 

@@ -145,9 +145,10 @@ def serve(
     logging.basicConfig(level=logging.WARNING)
     if options.context:
         config = replace(config, row_length=options.context)
-    name = options.name or str(config.model.path)
     keys = read_keys(options.keys)
     host = TrainerHost(backend, config)
+    path = config.model.path
+    name = options.name or (path if isinstance(path, str) else str(host.base))
     tokenizer = load_tokenizer(host.base)
     try:
         listener = socket.create_server((LOOPBACK, options.port), backlog=512)

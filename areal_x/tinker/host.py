@@ -125,10 +125,10 @@ class TrainerHost:
 
     def _leave(self) -> None:
         """Writes the resident's state to its directory."""
-        model, self._resident = self._resident, None
-        if model is None or self._trainer is None or not self._changed:
-            return
-        write_whole(model.state, self._trainer.save)
+        model = self._resident
+        if model is not None and self._trainer is not None and self._changed:
+            write_whole(model.state, self._trainer.save)  # it stays if that fails
+        self._resident, self._changed = None, False
 
     def _enter(self, model: Model) -> Trainer:
         """Returns the trainer with the model in it."""

@@ -206,7 +206,7 @@ def read(kind: type[B], body: bytes) -> B:
     """Raises: UserError naming what is wrong with the body."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"the body is not a {kind.__name__} request: {error}") from error
 
 

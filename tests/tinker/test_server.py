@@ -118,7 +118,8 @@ def test_every_route_needs_a_key(client: TestClient, path: str, method: str) -> 
 def test_steps_lower_the_loss_and_a_checkpoint_brings_it_back(trained: Trained) -> None:
     before = trained.loss()
     metrics = trained.step()["metrics"]
-    assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
+    assert metrics["skipped"] == 0
+    assert metrics["grad_norm"] > 0
     after = trained.loss()
     assert after < before - 1
     saved = trained.do("save_weights", path="here")["path"]
@@ -130,7 +131,8 @@ def test_steps_lower_the_loss_and_a_checkpoint_brings_it_back(trained: Trained) 
     sent = post(trained.client, "load_weights", path=saved, optimizer=False, session_id=trained.session, model_seq_id=7)
     assert result(trained.client, sent)["model_id"] == f"{trained.session}:train:7"
     again = trained.do("save_weights", path="here")
-    assert again["category"] == "user" and "overwrite" in again["error"]
+    assert again["category"] == "user"
+    assert "overwrite" in again["error"]
     assert trained.do("save_weights", path="here", overwrite=True)["path"] == saved
 
 
@@ -298,7 +300,8 @@ def test_what_is_wrong_with_data_is_said_at_once(client: TestClient, trained: Tr
 )
 def test_bytes_that_are_no_message_are_refused(client: TestClient, body: bytes) -> None:
     answer = client.post("/api/v1/forward_backward", content=body, headers={"content-type": app.WIRE})
-    assert answer.status_code == 400 and "error" in answer.json()
+    assert answer.status_code == 400
+    assert "error" in answer.json()
 
 
 def test_bodies_are_bounded_and_not_compressed(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +344,8 @@ def test_checkpoints_outlive_the_server_and_expire(
         assert other.put(f"{place}/ttl", json={"ttl_seconds": None}).status_code == 200
         about = server.checkpoints / own_place(trained) / "checkpoint.json"
         about.write_text(json.dumps({**json.loads(about.read_text()), "expires": 1.0}))
-        assert other.delete(place).status_code == 404 and not about.exists()
+        assert other.delete(place).status_code == 404
+        assert not about.exists()
 
 
 def own_place(trained: Trained) -> Path:

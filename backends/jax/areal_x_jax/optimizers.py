@@ -51,16 +51,12 @@ class Settings(NamedTuple):
 def settings_of(config: OptimizerConfig, step: int) -> Settings:
     """Returns those of an optimizer step (0 is the first)."""
     return Settings(
-        *np.float32(
-            (
-                config.learning_rate_at(np.float32(step)),
-                config.beta1,
-                config.beta2,
-                config.eps,
-                config.weight_decay,
-                config.clip_norm or np.inf,
-            )
-        )
+        learning_rate=np.float32(config.learning_rate_at(np.float32(step))),
+        beta1=np.float32(config.beta1),
+        beta2=np.float32(config.beta2),
+        eps=np.float32(config.eps),
+        weight_decay=np.float32(config.weight_decay),
+        clip_norm=np.float32(config.clip_norm or np.inf),
     )
 
 
