@@ -39,7 +39,7 @@ MOST_LISTED = 1000
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 WARNING = (
     "this server trains no adapter of the unembedding (train_unembed), and samplers of"
-    " kind='inflight', top-k and alternative log-probabilities are not supported yet"
+    " kind='inflight' and prompt_alt_tokens_k are not supported yet"
 )
 
 Handler = Callable[[Account, Request], Awaitable[Any]]

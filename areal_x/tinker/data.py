@@ -27,6 +27,7 @@ from areal_x.types import Batch
 
 LEAST_LENGTH = 32  # of a row: rows of few lengths share compiled programs
 MOST_TARGETS = 256  # for each token
+WIDEST = 16  # a datum's nodes, as a multiple of the longest sequence
 
 
 @dataclass(frozen=True)
@@ -103,19 +104,19 @@ def is_sequence(chain: Chain) -> bool:
 def lay_out(datums: Sequence[Datum], most: int, shares: bool = True) -> Layout:
     """Packs datums into rows of a power of two of tokens.
 
-    most: tokens of the longest row. shares: whether the model computes branches (False for
-    families that `train.share_prompts` refuses). Raises: UserError for a datum that does not fit,
-    or that needs branches.
+    most: tokens of the longest sequence; rows with branches may be longer. shares: whether the
+    model computes branches (False for families that `train.share_prompts` refuses). Raises:
+    UserError for a datum that does not fit, or that needs branches.
     """
     chains = [chain_of(datum) for datum in datums]
     plain = [is_sequence(chain) for chain in chains]
     for index, chain in enumerate(chains):
-        if len(chain.tokens) > most:
+        depth = int(chain.depths.max()) + 1
+        if depth > most or len(chain.tokens) > WIDEST * most:
             raise UserError(
-                f"datum {index} has {len(datums[index].tokens)} tokens and"
-                f" {len(chain.tokens) - len(datums[index].tokens)} targets that are not its next"
-                f" token, more than the {most} of a row: send shorter ones, or serve with a larger"
-                " --context"
+                f"datum {index} has {len(datums[index].tokens)} tokens and {datums[index].targets.size}"
+                f" targets: a sequence has at most {most} tokens with its last target, and a datum"
+                f" {WIDEST * most} different targets; send smaller ones, or serve with a larger --context"
             )
         if not plain[index] and not shares:
             raise UserError(
@@ -124,7 +125,10 @@ def lay_out(datums: Sequence[Datum], most: int, shares: bool = True) -> Layout:
                 " the tokens shifted by one"
             )
     lengths = np.array([len(chain.tokens) for chain in chains], np.int32)
-    length = min(max(LEAST_LENGTH, 1 << (int(lengths.max()) - 1).bit_length()), most)
+    longest = int(lengths.max())
+    length = max(LEAST_LENGTH, 1 << (longest - 1).bit_length())
+    if longest <= most:
+        length = min(length, most)
     rows, starts, segments = first_fit_decreasing(lengths, length)
     shape = int(rows.max()) + 1, length
     tokens, ids, positions = (np.zeros(shape, np.int32) for _ in range(3))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from areal_x.algorithms import losses as of_algorithms
 from areal_x.errors import ConfigError, UserError
@@ -27,7 +27,7 @@ from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.trainer import SetsOptimizer, Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig, TrainerConfig
 from areal_x.tinker import losses
-from areal_x.tinker.data import Datum, Layout, lay_out
+from areal_x.tinker.data import WIDEST, Datum, Layout, lay_out
 from areal_x.tinker.losses import Config, Evaluated
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -250,18 +250,24 @@ class TrainerHost:
         self._enter(model)
 
     def logprobs(
-        self, source: Source, tokens: np.ndarray, last: int
-    ) -> Float32[np.ndarray, " tokens"]:
-        """Returns the log-probability of each of the last tokens of a prompt given those before it,
-        NaN for the others."""
-        found = np.full(len(tokens), np.nan, np.float32)
-        if len(tokens) > 1:
-            datum = Datum(tokens[:-1], tokens[1:, None])
+        self, source: Source, tokens: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, "n-1 k"]
+    ) -> Float32[np.ndarray, "n-1 k"]:
+        """Returns the log-probability of targets in the places of all tokens but the first, given
+        those before; 0 for a target of -1.
+
+        Raises: UserError for tokens outside the vocabulary, or too many of them.
+        """
+        asked = np.where(targets < 0, tokens[1:, None], targets).astype(np.int32)
+        found = np.zeros(targets.shape, np.float32)
+        trainer = self._holding(source)
+        width = max(1, WIDEST * self.context // len(tokens) - 1)
+        for start in range(0, targets.shape[1], width):
+            part = slice(start, start + width)
+            datum = Datum(tokens[:-1], asked[:, part])
             self.check_tokens([datum])
             layout = lay_out([datum], self.context, self.shares)
-            logp = layout.gather(self._holding(source).logprobs(layout.batch))[0][:, 0]
-            found[-last:] = np.append(np.nan, logp)[-last:].astype(np.float32)
-        return found
+            found[:, part] = layout.gather(trainer.logprobs(layout.batch))[0]
+        return np.where(targets < 0, np.float32(0), found)
 
     def snapshot(self, source: Source) -> Any:
         """Returns a copy of a source's weights for the sampler."""

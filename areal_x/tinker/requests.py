@@ -136,6 +136,14 @@ class ModelInput(Body):
     chunks: list[Chunk]
 
 
+class Tensor(Body):
+    data: list[float]
+    dtype: str
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
 class Sample(Body):
     prompt: ModelInput
     sampling_params: Sampling
@@ -145,7 +153,7 @@ class Sample(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: Tensor | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
 
@@ -160,14 +168,6 @@ class OfPath(Body):
 
 class Ttl(Body):
     ttl_seconds: int | None = None
-
-
-class Tensor(Body):
-    data: list[float]
-    dtype: str
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
 
 
 class JsonDatum(Body):
@@ -275,7 +275,7 @@ def _array(data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def _json_tensor(tensor: Tensor) -> np.ndarray:
+def _json_tensor(tensor: Tensor, absent: int = 0) -> np.ndarray:
     if tensor.dtype not in NAMES:
         raise UserError(f"an array is of float32 or int64, not {tensor.dtype!r}")
     with np.errstate(over="ignore", invalid="ignore"):  # what is infinite then is refused as such
@@ -286,7 +286,23 @@ def _json_tensor(tensor: Tensor) -> np.ndarray:
     rows, columns = (
         np.array(x or [], np.int64) for x in (tensor.sparse_crow_indices, tensor.sparse_col_indices)
     )
-    return _dense(values, shape, rows, columns)
+    return _dense(values - absent, shape, rows, columns) + absent
+
+
+def cells_of(tensor: Tensor, prompt: int) -> np.ndarray:
+    """Returns the ids of target_prompt_logprobs, -1 where nothing is asked. prompt: its tokens.
+
+    Raises: UserError.
+    """
+    ids = _json_tensor(tensor, absent=-1)
+    if ids.dtype.kind != "i" or ids.ndim != 2 or len(ids) != prompt - 1 or not ids.size:
+        raise UserError(
+            "target_prompt_logprobs are integers in a row for each token of the prompt but the"
+            f" first, {prompt - 1} rows"
+        )
+    if ids.shape[1] > MOST_TARGETS or ids.max() < 0:
+        raise UserError(f"target_prompt_logprobs name from 1 to {MOST_TARGETS} ids a row")
+    return np.where(ids < 0, -1, _as_tokens(np.maximum(ids, 0)))
 
 
 def _datum(index: int, loss: str, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:

@@ -83,6 +83,31 @@ def number(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
+NONE = 0, -99999.0  # what stands for a token that is not there in a table of the most likely ones
+
+
+@dataclass(frozen=True)
+class Top:
+    """The most likely tokens at each position, -1 where there are fewer, with log-probabilities."""
+
+    ids: Int32[np.ndarray, "positions k"]
+    logprobs: Float32[np.ndarray, "positions k"]
+
+    def written(self) -> bytes:
+        there = self.ids >= 0
+        ids, logprobs = np.where(there, self.ids, NONE[0]), np.where(there, self.logprobs, NONE[1])
+        return (
+            wire.block(1, np.ascontiguousarray(ids, "<i4").tobytes())
+            + wire.block(2, np.ascontiguousarray(logprobs, "<f4").tobytes())
+            + wire.integer(3, self.ids.shape[1])
+            + wire.integer(4, self.ids.shape[0])
+        )
+
+    def json(self) -> list[list[tuple[int, float]] | None]:
+        rows = zip(self.ids.tolist(), self.logprobs.tolist(), strict=True)
+        return [[x for x in zip(*row, strict=True) if x[0] >= 0] or None for row in rows]
+
+
 @dataclass(frozen=True)
 class SampledSequence:
     """A sampled sequence."""
@@ -90,36 +115,69 @@ class SampledSequence:
     tokens: Int32[np.ndarray, " n"]
     logprobs: Float32[np.ndarray, " n"]
     stopped: bool
+    top: Top | None = None
 
 
-def samples(
-    sequences: Sequence[SampledSequence], prompt_logprobs: Float32[np.ndarray, " prompt"] | None
-) -> Result:
-    """prompt_logprobs: NaN where there is none."""
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of a prompt's tokens, NaN where there is none; of the most likely ones, and of
+    those that the request names, of which sparse ones have the indices (rows, columns) of CSR."""
+
+    logprobs: Float32[np.ndarray, " prompt"] | None = None
+    top: Top | None = None
+    named: Float32[np.ndarray, "prompt-1 k"] | None = None
+    sparse: tuple[Sequence[int], Sequence[int]] | None = None
+
+    def written(self) -> bytes:
+        found = b""
+        if self.logprobs is not None:
+            found += wire.block(2, np.ascontiguousarray(self.logprobs, "<f4").tobytes())
+        if self.top is not None:
+            found += wire.block(3, self.top.written())
+        if self.named is not None:
+            sides = b"".join(wire.integer(4, side) for side in self.named.shape)
+            if self.sparse is None:
+                values = wire.block(1, self.named.astype("<f4").tobytes())
+            else:
+                rows, columns = (np.array(x, "<i8") for x in self.sparse)
+                own = self.named[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns]
+                parts = (own.astype("<f4"), rows, columns)
+                csr = b"".join(wire.block(n, x.tobytes()) for n, x in enumerate(parts, 1))
+                values = wire.block(2, csr)
+            found += wire.block(5, values + wire.integer(3, FLOAT32) + sides)
+        return found
+
+    def json(self) -> dict[str, Any]:
+        logprobs, named = self.logprobs, self.named
+        return {
+            "prompt_logprobs": None if logprobs is None else [number(x) for x in logprobs.tolist()],
+            "topk_prompt_logprobs": None if self.top is None else self.top.json(),
+            "target_prompt_logprobs": None
+            if named is None
+            else {"data": named.ravel().tolist(), "dtype": "float32", "shape": list(named.shape)},
+        }
+
+
+def samples(sequences: Sequence[SampledSequence], prompt: Scored) -> Result:
     written = b""
     for one in sequences:
+        top = b"" if one.top is None else wire.block(4, one.top.written())
         written += wire.block(
             1,
             wire.integer(1, STOP if one.stopped else LENGTH)
             + wire.block(2, np.ascontiguousarray(one.tokens, "<i4").tobytes())
-            + wire.block(3, np.ascontiguousarray(one.logprobs, "<f4").tobytes()),
+            + wire.block(3, np.ascontiguousarray(one.logprobs, "<f4").tobytes())
+            + top,
         )
-    prompt = None
-    if prompt_logprobs is not None:
-        written += wire.block(2, np.ascontiguousarray(prompt_logprobs, "<f4").tobytes())
-        prompt = [number(x) for x in prompt_logprobs.tolist()]
-    return Result(
+    found = [
         {
-            "type": "sample",
-            "sequences": [
-                {
-                    "tokens": one.tokens.tolist(),
-                    "logprobs": [number(x) for x in one.logprobs.tolist()],
-                    "stop_reason": "stop" if one.stopped else "length",
-                }
-                for one in sequences
-            ],
-            "prompt_logprobs": prompt,
-        },
-        written,
+            "tokens": one.tokens.tolist(),
+            "logprobs": [number(x) for x in one.logprobs.tolist()],
+            "stop_reason": "stop" if one.stopped else "length",
+            "topk_logprobs": None if one.top is None else one.top.json(),
+        }
+        for one in sequences
+    ]
+    return Result(
+        {"type": "sample", "sequences": found, **prompt.json()}, written + prompt.written()
     )

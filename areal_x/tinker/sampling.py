@@ -14,6 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,8 @@ from areal_x.tinker import requests, results
 from areal_x.tinker.host import Source, TrainerHost
 
 MOST_SAMPLES = 1024
-UNSUPPORTED = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "prompt_alt_tokens_k",
-    "target_prompt_logprobs",
-)
+UNSUPPORTED = ("prompt_alt_tokens_k",)
+MOST_TOP = 64  # most likely tokens at a position
 
 
 class Samplers:
@@ -129,17 +126,83 @@ class Samplers:
             Request(prompt, sampling, seed=(first + index) % 2**31)
             for index in range(request.num_samples)
         ]
+        last = request.prompt_logprobs_last_n or len(prompt)
+        top: list[np.ndarray] = []
         async with self.holding(source) as engine:
             completions: Sequence[Completion] = await asyncio.gather(*engine.submit(asked))
-        found = [
-            await inline_or_in_pool(len(x.tokens), cut, x, texts, self.tokenizer)
-            for x in completions
-        ]
-        prompt_logprobs = None
+            found = [
+                await inline_or_in_pool(len(x.tokens), cut, x, texts, self.tokenizer)
+                for x in completions
+            ]
+            if (k := request.topk_prompt_logprobs) and request.prompt_logprobs:
+                top.append(await self._most_likely(engine, prompt, max(len(prompt) - last, 1), k))
+            if k := request.topk_sample_logprobs:
+                whole = [np.concatenate([prompt, x.tokens]) for x in found]
+                top += [await self._most_likely(engine, x, len(prompt), k) for x in whole]
+        prompt_top = (
+            top.pop(0) if request.topk_prompt_logprobs and request.prompt_logprobs else None
+        )
+        scored = await self._scored(source, prompt, last, request, prompt_top)
+        for index, ids in enumerate(top):
+            tokens = np.concatenate([prompt, found[index].tokens])
+            own = await self._ranked(source, tokens, ids)
+            found[index] = replace(found[index], top=own)
+        return results.samples(found, scored)
+
+    async def _most_likely(
+        self, engine: EmbeddedEngine, tokens: np.ndarray, first: int, k: int
+    ) -> np.ndarray:
+        """Returns the ids of the k most likely tokens in the places from `first` on, -1 if there are
+        fewer: those that sampling one more token with top_k keeps."""
+        sampling = SamplingParams(max_tokens=1, top_k=k)
+        places = range(first, len(tokens))
+        asked = [Request(tokens[:place], sampling, seed=0) for place in places]
+        completions: Sequence[Completion] = await asyncio.gather(*engine.submit(asked))
+        found = np.full((len(places), k), -1, np.int32)
+        for row, completion in zip(found, completions, strict=True):
+            kept = completion.kept
+            everything = np.arange(self.host.vocabulary, dtype=np.int32)
+            ids = kept.ids if kept is not None and kept.counts[0] else everything
+            row[: min(len(ids), k)] = ids[:k]
+        return found
+
+    async def _ranked(self, source: Source, tokens: np.ndarray, ids: np.ndarray) -> results.Top:
+        """Returns the ids of the last places of a sequence, the most likely first."""
+        targets = np.full((len(tokens) - 1, ids.shape[1]), -1, np.int32)
+        if len(ids):
+            targets[-len(ids) :] = ids
+        logprobs = await self._thread.run(self.host.logprobs, source, tokens, targets)
+        logprobs = np.where(targets < 0, -np.inf, logprobs)[len(targets) - len(ids) :]
+        order = np.argsort(-logprobs, axis=1, kind="stable")
+        return results.Top(*(np.take_along_axis(x, order, axis=1) for x in (ids, logprobs)))
+
+    async def _scored(
+        self,
+        source: Source,
+        prompt: np.ndarray,
+        last: int,
+        request: requests.Sample,
+        top: np.ndarray | None,
+    ) -> results.Scored:
+        """Returns what the request asks of its prompt."""
+        logprobs = ranked = named = sparse = None
         if request.prompt_logprobs:
-            last = request.prompt_logprobs_last_n or len(prompt)
-            prompt_logprobs = await self._thread.run(self.host.logprobs, source, prompt, last)
-        return results.samples(found, prompt_logprobs)
+            logprobs = np.full(len(prompt), np.nan, np.float32)
+            if len(prompt) > 1:
+                own = self._thread.run(self.host.logprobs, source, prompt, prompt[1:, None])
+                logprobs[1:] = (await own)[:, 0]
+                logprobs[: len(prompt) - last] = np.nan
+        if top is not None:
+            found = await self._ranked(source, prompt, top)
+            before = ((len(prompt) - len(top), 0), (0, 0))  # places without
+            ids = np.pad(found.ids, before, constant_values=-1)
+            ranked = results.Top(ids, np.pad(found.logprobs, before))
+        if (given := request.target_prompt_logprobs) is not None:
+            cells = requests.cells_of(given, len(prompt))
+            named = await self._thread.run(self.host.logprobs, source, prompt, cells)
+            if given.sparse_crow_indices is not None:
+                sparse = given.sparse_crow_indices, given.sparse_col_indices or []
+        return results.Scored(logprobs, ranked, named, sparse)
 
     def _sampling(self, asked: requests.Sampling) -> tuple[SamplingParams, tuple[str, ...]]:
         """Returns the engine's parameters, and the texts that end a sequence."""
@@ -169,7 +232,12 @@ def check(request: requests.Sample) -> np.ndarray:
             raise UserError(f"this server does not compute {name} yet: leave it out")
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise UserError(f"num_samples is from 1 to {MOST_SAMPLES}, not {request.num_samples}")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= MOST_TOP:
+            raise UserError(f"{name} is from 0 to {MOST_TOP}, not {getattr(request, name)}")
     prompt = requests.tokens_of(request.prompt)
+    if request.target_prompt_logprobs is not None:
+        requests.cells_of(request.target_prompt_logprobs, len(prompt))
     last = request.prompt_logprobs_last_n
     if last is not None and not 1 <= last < len(prompt):
         raise UserError(

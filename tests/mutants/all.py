@@ -15,6 +15,7 @@ from tests.mutants import (
     of_servers,
     of_speculation,
     of_stages,
+    of_tinker,
     of_trainers,
 )
 
@@ -32,4 +33,5 @@ MUTANTS = [
     *of_stages.MUTANTS,
     *of_notebooks.MUTANTS,
     *of_networks.MUTANTS,
+    *of_tinker.MUTANTS,
 ]

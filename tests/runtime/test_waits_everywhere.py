@@ -37,6 +37,7 @@ class Bounded:
 AT_ONCE = "ends at once: what it asks for is there, or it asks without waiting, or cancels first"
 TEST = "a test, and no part of a run"
 PAGE = "of a page about runs, in a process of its own, which no run waits for"
+CLIENTS = "of the server of Tinker clients, in a process of its own, which no run waits for"
 OURS_TO_END = "waits for something to do, on a task or thread that its owner ends"
 
 REWARD, SERVER, STEP, AGENT = "its reward", "the server at {} to answer {}", "the trainer's step {}", "its agent"
@@ -241,6 +242,14 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "lab/index.py Index._read_new: time.sleep()": PAGE,
     "lab/index.py Index.refresh: self._lock.acquire()": PAGE,
     "lab/terminal.py show: time.sleep()": PAGE,
+    "tinker/app.py application.route.answer: await handler": CLIENTS,
+    "tinker/app.py bytes_of: async for request.stream()": CLIENTS,
+    "tinker/futures.py Futures._make_room: self.requests.pop(id).done.result()": AT_ONCE,
+    "tinker/futures.py Futures.result: await asyncio.wait": CLIENTS,
+    "tinker/futures.py Futures.result: done.result()": AT_ONCE,
+    "tinker/sampling.py Samplers.holding: await turn": CLIENTS,
+    "tinker/sampling.py Samplers.sample: async with self.holding": CLIENTS,
+    "tinker/sampling.py Samplers.sample: await asyncio.gather": CLIENTS,
     "run/retries.py _run: child.wait()": "the command that runs another one, which is the run",
 }
 

@@ -68,6 +68,14 @@ out["sample_logprobs"] = [list(map(float, x.logprobs)) for x in found.sequences]
 out["stop"] = [x.stop_reason for x in found.sequences]
 out["prompt_logprobs"] = found.prompt_logprobs
 out["forward_logprobs"] = client.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+named = types.TensorData(
+    data=np.asarray([7, 9]), dtype="int64", shape=[9, 2], sparse_crow_indices=[0] * 8 + [1, 2], sparse_col_indices=[0, 1]
+)
+asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2}
+found = sampler.sample(types.ModelInput.from_ints(tokens), 1, params, target_prompt_logprobs=named, **asked).result()
+out["top"] = found.topk_prompt_logprobs
+out["named_logprobs"] = found.target_prompt_logprobs.tolist()
+out["top_of_samples"] = found.sequences[0].topk_logprobs
 whole = types.ModelInput.from_ints(tokens + out["samples"][0])
 out["scored"] = sampler.compute_logprobs(whole).result()
 path = client.save_weights_for_sampler("kept").result().path

@@ -79,6 +79,10 @@ def check(found: dict[str, Any]) -> None:
     np.testing.assert_allclose(found["prompt_logprobs"][1:], found["forward_logprobs"], atol=1e-4)
     # the trainer's log-probabilities of the sampled tokens are those of the sampler
     np.testing.assert_allclose(found["scored"][10:], found["sample_logprobs"][0], atol=1e-4)
+    assert found["top"][0] is None
+    assert all(row[0][1] >= row[1][1] for row in found["top"][1:] + found["top_of_samples"])
+    assert all(row[0][1] >= x - 1e-4 for row, x in zip(found["top"][1:], found["prompt_logprobs"][1:], strict=True))
+    assert np.count_nonzero(found["named_logprobs"]) == 2
     assert not np.allclose(found["plain"][1:], found["prompt_logprobs"][1:], atol=0.1)
     assert found["runs"] == 2
     assert found["checkpoints"] == ["sampler_weights/kept", "weights/first"]

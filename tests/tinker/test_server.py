@@ -243,6 +243,47 @@ def test_samples_are_of_the_weights_that_were_saved_and_end_with_a_text(client: 
     assert sample(3, stop=[tokens[1]])["sequences"][0]["tokens"] == tokens[:2]
 
 
+def test_the_most_likely_and_the_named_tokens_of_a_prompt_have_log_probabilities(client: TestClient, trained: Trained) -> None:
+    sampler = trained.do("save_weights_for_sampler", sampling_session_seq_id=4)["sampling_session_id"]
+    everything = [*range(44)] * 9
+    named = {"data": [-1, *everything[1:]], "dtype": "int64", "shape": [9, 44]}
+    sparse = {"data": [5, 7], "dtype": "int64", "shape": [9, 3]}
+    sparse |= {"sparse_crow_indices": [0, 0, 1, 1, 1, 1, 1, 1, 1, 2], "sparse_col_indices": [2, 0]}
+
+    def sample(number: int, **body: Any) -> Any:
+        params = {"max_tokens": 3, "seed": 1, "stop": []}
+        of_prompt = {"prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": params, "prompt_logprobs": True}
+        sent = post(client, "asample", **of_prompt, sampling_session_id=sampler, seq_id=number, **body)
+        return result(client, sent)
+
+    found = sample(0, topk_prompt_logprobs=3, topk_sample_logprobs=2, target_prompt_logprobs=named)
+    table = np.array(found["target_prompt_logprobs"]["data"]).reshape(9, 44)
+    assert table[0, 0] == 0
+    np.testing.assert_allclose(np.exp(table[1:]).sum(axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(table[range(9), TOKENS[1:]], found["prompt_logprobs"][1:], atol=1e-5)
+    table[0, 0] = -np.inf
+    order = np.argsort(-table, axis=1)[:, :3]
+    top = found["topk_prompt_logprobs"]
+    assert top[0] is None
+    assert [[token for token, _ in row] for row in top[1:]] == order.tolist()
+    np.testing.assert_allclose([[x for _, x in row] for row in top[1:]], np.take_along_axis(table, order, 1), atol=1e-5)
+    sequence = found["sequences"][0]
+    for token, logprob, row in zip(sequence["tokens"], sequence["logprobs"], sequence["topk_logprobs"], strict=True):
+        assert len(row) == 2
+        assert row[0][1] >= row[1][1]
+        assert logprob <= row[0][1] + 1e-5
+        assert dict(map(tuple, row)).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+    few = sample(1, topk_prompt_logprobs=2, prompt_logprobs_last_n=2, target_prompt_logprobs=sparse)
+    assert [x is None for x in few["topk_prompt_logprobs"]] == [True] * 8 + [False] * 2
+    assert [x is None for x in few["prompt_logprobs"]] == [True] * 8 + [False] * 2
+    cells = np.array(few["target_prompt_logprobs"]["data"]).reshape(9, 3)
+    assert [cells[1, 2], cells[8, 0]] == pytest.approx([table[1, 5], table[8, 7]], abs=1e-5)
+    assert np.count_nonzero(cells) == 2
+    body = {"prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {}, "sampling_session_id": sampler}
+    for wrong in ({"topk_prompt_logprobs": 65}, {"target_prompt_logprobs": {**named, "shape": [44, 9]}}):
+        assert result(client, post(client, "asample", **body, seq_id=10 + len(str(wrong)), **wrong))["category"] == "user"
+
+
 def chars(tokens: list[int]) -> list[str]:
     return [("<pad>", "<end>", *CHARACTERS)[token] for token in tokens]
 

@@ -114,15 +114,16 @@ def train(host: TrainerHost, model: Model, number: int) -> None:
 def test_models_that_take_turns_compute_what_each_alone_computes(host: TrainerHost, tmp_path: Path) -> None:
     alone = [Model(f"alone{i}", Shape(4), tmp_path / f"alone{i}", seed=i) for i in range(2)]
     turns = [Model(f"turns{i}", Shape(4), tmp_path / f"turns{i}", seed=i) for i in range(2)]
+    expected = []
     for model in alone:
         for number in range(3):
             train(host, model, number)
+        expected.append(adapter_of(host, model, tmp_path / f"of_{model.id}"))  # it never left the trainer
     for number in range(3):
         for model in turns:
             train(host, model, number)
-    for a, b in zip(alone, turns, strict=True):
-        own = adapter_of(host, a, tmp_path / f"of_{a.id}")
-        found = adapter_of(host, b, tmp_path / f"of_{b.id}")
+    for own, model in zip(expected, turns, strict=True):
+        found = adapter_of(host, model, tmp_path / f"of_{model.id}")
         assert all((found[name] == x).all() for name, x in own.items())  # bit for bit
 
 
@@ -164,11 +165,13 @@ def test_prompts_are_scored_under_the_weights_of_their_time(host: TrainerHost, t
     train(host, model, 0)
     host.save(model, tmp_path / "kept" / "state")
     kept = Source("kept", model.shape, tmp_path / "kept", model, model.steps)
-    now = host.logprobs(kept, tokens, len(tokens))
+    now = host.logprobs(kept, tokens, tokens[1:, None])[:, 0]
     train(host, model, 1)
-    assert (host.logprobs(kept, tokens, len(tokens)) == now).sum() == len(tokens) - 1  # not its NaN
-    assert np.isnan(now[0])
-    assert not np.allclose(now[1:], plain, atol=1e-2)
-    of_base = host.logprobs(Source("base", None, tmp_path / "base"), tokens, 3)
-    np.testing.assert_allclose(of_base[-3:], plain[-3:], atol=2e-5)
-    assert np.isnan(of_base[:-3]).all()
+    assert (host.logprobs(kept, tokens, tokens[1:, None])[:, 0] == now).all()
+    assert not np.allclose(now, plain, atol=1e-2)
+    every = np.arange(44, dtype=np.int32)[None].repeat(len(tokens) - 1, 0)
+    every[0, 3] = -1
+    of_base = host.logprobs(Source("base", None, tmp_path / "base"), tokens, every)
+    hand = ByHand(host.base, {}, 0.0).logprobs(Datum(tokens[:-1], np.maximum(every, 0))).detach().numpy()
+    np.testing.assert_allclose(of_base[1:], hand[1:], atol=2e-5)
+    assert of_base[0, 3] == 0
