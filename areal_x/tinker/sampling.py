@@ -134,14 +134,12 @@ class Samplers:
                 await inline_or_in_pool(len(x.tokens), cut, x, texts, self.tokenizer)
                 for x in completions
             ]
-            if (k := request.topk_prompt_logprobs) and request.prompt_logprobs:
+            if k := request.topk_prompt_logprobs:
                 top.append(await self._most_likely(engine, prompt, max(len(prompt) - last, 1), k))
             if k := request.topk_sample_logprobs:
                 whole = [np.concatenate([prompt, x.tokens]) for x in found]
                 top += [await self._most_likely(engine, x, len(prompt), k) for x in whole]
-        prompt_top = (
-            top.pop(0) if request.topk_prompt_logprobs and request.prompt_logprobs else None
-        )
+        prompt_top = top.pop(0) if request.topk_prompt_logprobs else None
         scored = await self._scored(source, prompt, last, request, prompt_top)
         for index, ids in enumerate(top):
             tokens = np.concatenate([prompt, found[index].tokens])
