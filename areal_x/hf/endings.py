@@ -71,6 +71,15 @@ def named_ends(tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*own, *(token for token in found if token in special))))
 
 
+def structural_ends(tokenizer: Any) -> frozenset[int]:
+    """The end tokens that the chat template writes by name, or with which it ends the last turn: the
+    place of each has a meaning."""
+    template, last = template_of(tokenizer), turn_end(tokenizer)
+    names = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in ends(tokenizer)}
+    written = {token for token, name in names.items() if name in template}
+    return frozenset(written if last is None else {*written, last.token})
+
+
 def turn_end(tokenizer: Any) -> Ending | None:
     """The text that the chat template writes after an assistant's last reply, up to the first
     special token, and that token. If the template writes nothing there, after a reply that a user

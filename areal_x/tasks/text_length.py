@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_x.errors import PromptTooLong
+from areal_x.runtime.thread import INLINE
 from areal_x.types import Message
 
 # Characters that decoding one token counts for, in work: most tokens have fewer, but each is looked
@@ -41,13 +42,23 @@ def estimate_tokens(count_tokens: Callable[[str], int], text: str) -> int:
     return sum(map(count_tokens, _pieces(text)))
 
 
-def estimate_characters(value: Any) -> int:
-    """Approximate number of characters in messages or tools (nested JSON values)."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(16 + estimate_characters(x) for x in value.values())
-    return sum(map(estimate_characters, value)) if isinstance(value, Sequence) else 8
+def estimate_characters(value: Any, enough: int = INLINE) -> int:
+    """Approximate number of characters in messages or tools (nested JSON values), counted no further
+    than `enough`: the cost of a decision does not grow with a conversation."""
+    found = 0
+    left = [value]
+    while left and found <= enough:
+        item = left.pop()
+        if isinstance(item, str):
+            found += len(item)
+        elif isinstance(item, Mapping):
+            found += 16 * len(item)
+            left.extend(item.values())
+        elif isinstance(item, Sequence):
+            left.extend(reversed(item))
+        else:
+            found += 8
+    return found
 
 
 def texts_of(messages: Sequence[Message]) -> Iterator[str]:

@@ -7,8 +7,7 @@ and nothing else.
     train.dataset = @load_dataset()
     load_dataset.to_task = @conversation_task     # {"messages": [...], "tools": [...]}, a line each
 
-Where the model's turns begin and end is what the chat template says: by its `{% generation %}` tags,
-or else by rendering the conversation up to each turn, with the turn opened as for generation. Texts
+Where the model's turns begin and end is what the chat template says (areal_x.workflows.turns). Texts
 are tokenised in the pieces that this gives, so that the context of a turn has the tokens of a prompt,
 and the turn those that a policy would be asked for. A template that rewrites earlier turns (Qwen3 drops
 their reasoning) makes several sequences of one conversation, each as the policy would see it.
@@ -16,7 +15,6 @@ their reasoning) makes several sequences of one conversation, each as the policy
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,19 +23,18 @@ import gin
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.hf.endings import special_tokens, stop_tokens, turn_ending
+from areal_x.hf.chat_form import encode_piece
+from areal_x.hf.endings import stop_tokens
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.types import NOT_THE_POLICY, Episode, Message, Scored, Task, Trajectory
-
-ASSISTANT = "assistant"
-TAG = re.compile(r"{%-?\s*generation\s*-?%}")
-Piece = tuple[str, bool]  # a text, and whether it is trained on
+from areal_x.workflows.turns import ASSISTANT, Piece, only_last, pieces_of
 
 
 @gin.configurable
 def conversation_task(record: Mapping[str, Any], id: str) -> Task:
     """Makes a task of a conversation: a record with `messages` (OpenAI's form, tool calls and results
-    included) or ShareGPT's `conversations`, and perhaps `tools`. The rest becomes metadata.
+    included) or ShareGPT's `conversations`, and perhaps `tools` and `chat_template_kwargs`, variables of the
+    chat template such as {"enable_thinking": false}. The rest becomes metadata.
 
     A message with `"weight": 0` is not trained on.
 
@@ -97,48 +94,22 @@ class Conversations(Workflow):
         if isinstance(task.prompt, str):
             raise ValueError(f"task {task.id!r} is a text: its prompt must be a list of messages")
         messages, tools = list(task.prompt), task.metadata.get("tools") or None
-        sequences = pieces_of(self.tokenizer, messages, tools)
+        variables = task.metadata.get("chat_template_kwargs")
+        sequences = pieces_of(self.tokenizer, messages, tools, variables)
         if self.last_only:
             sequences = [only_last(sequences[-1])] if sequences else []
         made = [trajectory_of(self.tokenizer, pieces) for pieces in sequences]
         return [trajectory for trajectory in made if trajectory.mask.any()]
 
 
-def pieces_of(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None
-) -> list[list[Piece]]:
-    """Returns the sequences of a conversation, each as texts of which some are trained on.
-
-    Raises: ValueError if the template does not render a turn after what precedes it.
-    """
-    if TAG.search(str(tokenizer.chat_template)):
-        return [_tagged(tokenizer, messages, tools)]
-    end = special_tokens(tokenizer).get(turn_ending(tokenizer).token, "")
-    sequences: list[list[Piece]] = []
-    for index, message in enumerate(messages):
-        if message.get("role") != ASSISTANT:
-            continue
-        context, turn = _turn(tokenizer, messages[: index + 1], tools)
-        # what the template writes after the end of a turn, a policy does not generate
-        turn = turn[: turn.rindex(end) + len(end)] if end and end in turn else turn
-        is_trained = message.get("weight", 1) != 0
-        so_far = "".join(text for text, _ in sequences[-1]) if sequences else None
-        if so_far is not None and context.startswith(so_far):
-            sequences[-1] += [(context[len(so_far) :], False), (turn, is_trained)]
-        else:
-            sequences.append([(context, False), (turn, is_trained)])
-    return sequences
-
-
-def only_last(pieces: Sequence[Piece]) -> list[Piece]:
-    """Returns the pieces with the last one that is trained on as the only one."""
-    last = max((i for i, (_, trained) in enumerate(pieces) if trained), default=-1)
-    return [(text, i == last) for i, (text, _) in enumerate(pieces)]
-
-
 def trajectory_of(tokenizer: Any, pieces: Sequence[Piece]) -> Trajectory:
     """Returns texts as a trajectory that no policy sampled: log-probability 0, version -1."""
-    encoded = [tokenizer.encode(text, add_special_tokens=False) for text, _ in pieces]
+    encoded = [
+        tokenizer.encode(text, add_special_tokens=False)
+        if index == 0
+        else encode_piece(tokenizer, text).tolist()
+        for index, (text, _) in enumerate(pieces)
+    ]
     tokens = np.asarray([token for ids in encoded for token in ids], np.int32)
     mask = np.repeat([trained for _, trained in pieces], [len(ids) for ids in encoded])
     return Trajectory(
@@ -148,56 +119,3 @@ def trajectory_of(tokenizer: Any, pieces: Sequence[Piece]) -> Trajectory:
         versions=np.full(len(tokens), NOT_THE_POLICY, np.int32),
         reward=1.0,
     )
-
-
-def _turn(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None
-) -> tuple[str, str]:
-    """Returns the context of the last message and its own text, as rendered at the end of a
-    conversation."""
-
-    def rendered(part: Sequence[Message], opened: bool = False) -> str:
-        shown = [{k: v for k, v in message.items() if k != "weight"} for message in part]
-        return str(
-            tokenizer.apply_chat_template(
-                shown, tools=tools, tokenize=False, add_generation_prompt=opened
-            )
-        )
-
-    whole, before = rendered(messages), rendered(messages[:-1]) if len(messages) > 1 else ""
-    opened = rendered(messages[:-1], opened=True) if len(messages) > 1 else ""
-    # an opened turn may begin with a thought, where the conversation has none
-    same = (i for i, (a, b) in enumerate(zip(opened, whole, strict=False)) if a != b)
-    context = whole[: next(same, min(len(opened), len(whole)))]
-    if not context.startswith(before):
-        raise ValueError(
-            "the chat template does not write the assistant's turn after the messages before it:"
-            " mark it with {% generation %} … {% endgeneration %}"
-        )
-    return context, whole[len(context) :]
-
-
-def _tagged(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None
-) -> list[Piece]:
-    """Returns the texts inside and outside of the template's generation tags."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    texts, spans = render_jinja_template(
-        [list(messages)],
-        tools=tools,
-        chat_template=tokenizer.chat_template,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    weights = [m.get("weight", 1) != 0 for m in messages if m.get("role") == ASSISTANT]
-    if len(weights) != len(spans[0]):
-        raise ValueError(
-            f"the chat template has {len(spans[0])} generation spans for {len(weights)} messages of"
-            " the assistant"
-        )
-    pieces, at = [], 0
-    for (first, end), is_trained in zip(spans[0], weights, strict=True):
-        pieces += [(texts[0][at:first], False), (texts[0][first:end], is_trained)]
-        at = end
-    return pieces

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import UserError, at_least, positive
+from areal_x.hf.chat_form import chat_form, with_values
 from areal_x.hf.endings import ends, stop_tokens
 from areal_x.hf.image_reader import (
     image_urls,
@@ -200,8 +201,11 @@ def encode(
             " chat_template.jinja to the model"
         )
     if images is None:
+        form = chat_form(tokenizer)
         tokens = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, return_dict=False
+            [form.message(with_values(message)) for message in prompt],
+            add_generation_prompt=True,
+            return_dict=False,
         )
         return np.asarray(tokens, np.int32)
     text = tokenizer.apply_chat_template(

@@ -204,11 +204,11 @@ def test_a_conversation_goes_on_behind_the_turns_end_and_the_end_is_no_text(fami
 
     assert asyncio.run(talk()) == ["3", "7"]
     first, second = engine.prompts
-    assert second.startswith(f"{first}3{family.turn}")
-    if family.turn != "<|return|>":  # which stands behind the last reply alone
-        turns = zip(("user", "assistant", "user"), ("1+2=", "3", "3+4="), strict=True)
-        messages = [{"role": role, "content": content} for role, content in turns]
-        assert second == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if family.turn != "<|return|>":  # which stands behind the last reply alone: earlier ones are written anew
+        assert second.startswith(f"{first}3{family.turn}")
+    turns = zip(("user", "assistant", "user"), ("1+2=", "3", "3+4="), strict=True)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert second == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_a_judged_text_is_without_the_end(family: Family, tokenizer: Any) -> None:

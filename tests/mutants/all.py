@@ -16,6 +16,7 @@ from tests.mutants import (
     of_speculation,
     of_stages,
     of_tinker,
+    of_templates,
     of_trainers,
 )
 
@@ -34,4 +35,5 @@ MUTANTS = [
     *of_notebooks.MUTANTS,
     *of_networks.MUTANTS,
     *of_tinker.MUTANTS,
+    *of_templates.MUTANTS,
 ]

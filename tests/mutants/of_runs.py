@@ -213,8 +213,8 @@ MUTANTS: list[Mutant] = [
         ("tests/agents/chat/test_prompts.py",),
         (
             "a conversation's history is tokenised anew",
-            "        if text.startswith(held.before):\n",
-            "        if False and text.startswith(held.before):\n",
+            "    if not text.startswith(held.before):\n",
+            "    if text is not None:\n",
         ),
     ),
     *planted(

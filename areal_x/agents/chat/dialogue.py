@@ -100,7 +100,14 @@ class ChatEngine:
             if request.continue_final:
                 before = request.messages[:-1]
                 begun = text_content(request.messages[-1].get("content"))
-            held = CachedReply(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun)
+            held = CachedReply(
+                prompt.text,
+                np.concatenate([prompt.tokens, kept]),
+                reply,
+                await inline_or_in_pool(size, self.renderer.written, kept),
+                begun,
+                ended=completion.finish_reason == "stop" and stopped_by is None,
+            )
             await inline_or_in_pool(estimate_characters(before), self._memory.add, before, held)
         return ChatAnswer(prompt.tokens, completion, reply, stopped_by)
 

@@ -2,9 +2,9 @@
 
 Tokenising text that the policy generated may give other tokens than the policy sampled. So the
 prompt of a conversation with an earlier reply starts with that reply's prompt and completion
-tokens, and only what the chat template appends to the reply is tokenised. To find where the reply
-ends, the conversation is rendered with a placeholder, a word that occurs nowhere else, in place of
-the reply:
+tokens, and only what the chat template appends to the reply is tokenised. A reply whose text is what
+the template writes ends where that text does. To find where another one ends, the conversation is
+rendered with a placeholder, a word that occurs nowhere else, in place of the reply:
 
     the messages up to the reply, as the template wrote them then │ word │ end of turn, later messages, the next turn opened
     ──────────────────── must be the same now ────────────────────┘      └─ the part that the held tokens lack
@@ -24,7 +24,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.rendering import Renderer, Tools, Unrenderable, encoded, text_content
@@ -50,12 +50,15 @@ class Prompt:
 @dataclass(frozen=True)
 class CachedReply:
     """A reply of the policy. before: the text of its prompt. tokens: of the prompt and the reply.
-    begun: the part of the assistant's turn that the prompt already held."""
+    written: the text of the reply's own tokens. begun: the part of the assistant's turn that the
+    prompt already held. ended: the policy ended its turn, with the last of `tokens`."""
 
     before: str
     tokens: Int32[np.ndarray, " held"]
     reply: Reply
+    written: str
     begun: str = ""
+    ended: bool = True
 
 
 class ReplyCache:
@@ -105,20 +108,41 @@ async def build_prompt(
     text = await renderer.rendered(whole, tools, template, continue_final)
     for place in sorted(found, reverse=True)[:MOST_REPLIES]:
         held = found[place]
-        if text.startswith(held.before):
-            marked, words = _marked(whole[place], held.begun, text)
-            with suppress(Unrenderable):  # because of the placeholder, not the messages
-                shown = await renderer.rendered(
-                    [*whole[:place], marked, *whole[place + 1 :]], tools, template, continue_final
-                )
-                rest = await inline_or_in_pool(
-                    len(shown), _behind, renderer, held, shown, words, most
-                )
-                if rest is not None:
-                    open_end = continue_final and place == len(whole) - 1
-                    start = without_end_token(renderer, held.tokens) if open_end else held.tokens
-                    return Prompt(text, np.concatenate([start, rest]))
+        rest = await _after(
+            renderer, held, whole, place, text, tools, template, continue_final, most
+        )
+        if rest is not None:
+            open_end = continue_final and place == len(whole) - 1
+            start = without_end_token(renderer, held.tokens) if open_end else held.tokens
+            return Prompt(text, np.concatenate([start, rest]))
     return Prompt(text, await inline_or_in_pool(len(text), encoded, renderer, text, True, most))
+
+
+async def _after(
+    renderer: Renderer,
+    held: CachedReply,
+    messages: Sequence[Message],
+    place: int,
+    text: str,
+    tools: Tools,
+    template: Mapping[str, Any],
+    continue_final: bool,
+    most: int | None,
+) -> Int32[np.ndarray, " N"] | None:
+    """Returns the tokens after the reply `messages[place]`, or None if its tokens are not what the
+    template shows. text: the conversation as rendered."""
+    if not text.startswith(held.before):
+        return None
+    if text.startswith(held.written, len(held.before)):  # as the template itself writes it
+        later = text[len(held.before) + len(held.written) :]
+        return await inline_or_in_pool(len(later), encoded, renderer, later, False, most)
+    marked, words = _marked(messages[place], held.begun, text)
+    with suppress(Unrenderable):  # because of the placeholder, not the messages
+        shown = await renderer.rendered(
+            [*messages[:place], marked, *messages[place + 1 :]], tools, template, continue_final
+        )
+        return await inline_or_in_pool(len(shown), _behind, renderer, held, shown, words, most)
+    return None
 
 
 def keys(messages: Sequence[Message]) -> list[bytes]:
@@ -212,8 +236,22 @@ def _behind(
         return None
     rest = encoded(renderer, shown[places[-1] + len(words[-1]) :], False, most)
     special = np.flatnonzero(np.isin(rest, list(renderer.special)))
-    if len(special) and rest[special[0]] == held.tokens[-1]:
-        return rest[special[0] + 1 :]
+    last = int(held.tokens[-1])
+    closing = _closing(renderer, rest, special)
+    if last in rest[closing]:
+        return rest[int(closing[rest[closing] == last][-1]) + 1 :]
+    if len(closing) and held.ended and last in renderer.structural:
+        return None  # the template ends this reply with another token, which has another meaning
     if held.reply.tool_calls:  # the rest of the call's JSON precedes the end of the turn
         return rest[special[0] :] if len(special) else None
     return rest
+
+
+def _closing(
+    renderer: Renderer, rest: Int32[np.ndarray, " N"], special: Int64[np.ndarray, " S"]
+) -> Int64[np.ndarray, " C"]:
+    """Returns the positions of the special tokens with which the template closes a reply, up to the
+    end of the turn: one for most, three for DeepSeek's calls of tools."""
+    is_end = np.isin(rest[special], list(renderer.ends))
+    count = int(np.argmax(is_end)) + 1 if is_end.any() else 1
+    return special[:count]

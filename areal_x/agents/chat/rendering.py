@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Int32
 
+from areal_x.agents.chat.harmony import is_harmony, read_harmony
 from areal_x.agents.chat.parsing import (
     MARKERS,
-    THINK,
-    THOUGHT,
     Reply,
     ToolCall,
     arguments_of,
@@ -22,7 +21,8 @@ from areal_x.agents.chat.parsing import (
 )
 from areal_x.agents.json_checks import json_bounds
 from areal_x.errors import TaskError, UserError
-from areal_x.hf.endings import ends
+from areal_x.hf.chat_form import THINK, THOUGHT, chat_form, encode_piece
+from areal_x.hf.endings import ends, structural_ends
 from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters, raise_if_too_long
 from areal_x.types import Message
@@ -44,10 +44,14 @@ class Renderer(Protocol):
     """The notation in which a model reads and writes conversations. Messages and tools are OpenAI's
     dicts; template: more variables of the chat template.
 
-    special: ids of the special tokens, some of which end a turn.
+    special: ids of the special tokens, some of which end a turn. ends: ids of the tokens that end a
+    completion. structural: those of them that the template gives a meaning of their own, so that
+    none may stand where the template writes another (gpt-oss's <|return|>, GLM's <|observation|>).
     """
 
     special: frozenset[int]
+    ends: frozenset[int]
+    structural: frozenset[int]
 
     async def rendered(
         self,
@@ -90,6 +94,10 @@ class Renderer(Protocol):
         """Returns the text without special tokens."""
         ...
 
+    def written(self, tokens: Int32[np.ndarray, " N"]) -> str:
+        """Returns the text with special tokens."""
+        ...
+
 
 class TemplateRenderer:
     """Renders by a tokenizer's chat template, and parses by its `response_template` if it has one.
@@ -105,10 +113,14 @@ class TemplateRenderer:
             )
         self.tokenizer = tokenizer
         self.special = special_tokens(tokenizer)
+        self.ends = frozenset(ends(tokenizer))
+        self.structural = structural_ends(tokenizer)
         self._not_text = self.special - {
             tokenizer.convert_tokens_to_ids(marker) for marker in MARKERS
         }
+        self._form = chat_form(tokenizer)
         self._reasons = THOUGHT in tokenizer.get_chat_template()
+        self._harmony = is_harmony(tokenizer.get_chat_template())
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {
             "messages"
         }
@@ -146,11 +158,12 @@ class TemplateRenderer:
                 "the model's chat template does not support tools: use a model that was trained"
                 " with them"
             )
-        ready = [for_templates(message) for message in messages]
-        try:
+        ready = [self._form.message(for_templates(message)) for message in messages]
+
+        def shown(messages: Sequence[Mapping[str, Any]]) -> str:
             return str(
                 self.tokenizer.apply_chat_template(
-                    ready,
+                    messages,
                     tools=[dict(tool) for tool in tools] or None,
                     add_generation_prompt=not continue_final,
                     continue_final_message=continue_final,
@@ -158,13 +171,25 @@ class TemplateRenderer:
                     **template,
                 )
             )
+
+        try:
+            text = shown(ready)
+            unshown = self._form.unshown_role(ready, shown)
         except Exception as error:  # a template may raise anything
             reason = " ".join(str(error).split())[:300]
             raise Unrenderable(
                 f"the model's chat template cannot render the messages: {reason}"
             ) from error
+        if unshown is not None:
+            raise Unrenderable(
+                f"the model's chat template leaves out messages of the role {unshown!r}: use a"
+                " model that was trained with them"
+            )
+        return text
 
     def encode(self, text: str, begins: bool = False) -> Int32[np.ndarray, " N"]:
+        if not begins:
+            return encode_piece(self.tokenizer, text)
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     async def prompt(
@@ -203,14 +228,26 @@ class TemplateRenderer:
                 )
             except (ValueError, RecursionError):
                 return Reply(self.text(tokens))
+        if self._harmony:
+            return read_harmony(decoded(self.tokenizer, tokens), tools=bool(tools), key=key)
         text = decoded(self.tokenizer, without(tokens, self._not_text))
         opened = decoded(self.tokenizer, before[-OPENED_WITHIN:]).rstrip().endswith(THINK)
-        return read(text, reasons=self._reasons, opened=opened, tools=bool(tools), key=key)
+        return read(
+            text,
+            reasons=self._reasons,
+            opened=opened,
+            tools=bool(tools),
+            schemas=tools,
+            key=key,
+        )
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
         return decoded(
             self.tokenizer, without(tokens, ends(self.tokenizer)), skip_special_tokens=True
         )
+
+    def written(self, tokens: Int32[np.ndarray, " N"]) -> str:
+        return decoded(self.tokenizer, tokens)
 
 
 class PlainRenderer:
@@ -220,6 +257,8 @@ class PlainRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.special = special_tokens(tokenizer)
+        self.ends = frozenset(ends(tokenizer))
+        self.structural: frozenset[int] = frozenset()
 
     async def rendered(
         self,
@@ -235,7 +274,9 @@ class PlainRenderer:
         return "".join(text_content(message.get("content")) for message in messages)
 
     def encode(self, text: str, begins: bool = False) -> Int32[np.ndarray, " N"]:
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=begins), np.int32)
+        if not begins:
+            return encode_piece(self.tokenizer, text)
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=True), np.int32)
 
     async def prompt(
         self,
@@ -259,6 +300,9 @@ class PlainRenderer:
         return decoded(
             self.tokenizer, without(tokens, ends(self.tokenizer)), skip_special_tokens=True
         )
+
+    def written(self, tokens: Int32[np.ndarray, " N"]) -> str:
+        return decoded(self.tokenizer, tokens)
 
 
 def encoded(

@@ -34,18 +34,29 @@ TOOLS = tuple(
 
 
 @cache
-def tokenizer_of(family):
-    """Returns a byte-level BPE of a few hundred tokens: any bytes can be tokenised, and most texts in several ways."""
+def trained(size=420):
+    """Returns the text of a byte-level BPE: any bytes can be tokenised, and most texts in several ways."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        [SENTENCES] * 4, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+        [SENTENCES] * 4, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     )
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in WORDS])
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<|begin_of_text|>", eos_token=END[family])
+    return bpe.to_str()
+
+
+def byte_level(special, words, *, bos, eos):
+    """Returns a tokenizer of a few hundred tokens, with these special tokens, and words that are tokens and text too."""
+    bpe = Tokenizer.from_str(trained())
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in words])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos)
+
+
+@cache
+def tokenizer_of(family):
+    made = byte_level(SPECIAL, WORDS, bos="<|begin_of_text|>", eos=END[family])
     made.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
     return made
 

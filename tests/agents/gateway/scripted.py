@@ -34,21 +34,25 @@ def read(tokens):
 class Letters:
     """A renderer (areal_x.agents.chat.rendering): `role:text` and an end token for each message."""
 
-    special = frozenset({0})
+    special = ends = frozenset({0})
+    structural = frozenset()
 
     async def rendered(self, messages, tools, template, continue_final=False):
         parts = [f"tools:{json.dumps(list(tools))}{END}"] if tools else []
         parts += [f"template:{json.dumps(dict(template), sort_keys=True)}{END}"] if template else []
-        parts += [f"{message['role']}:{self.written(message)}{END}" for message in messages]
+        parts += [f"{message['role']}:{self.shown(message)}{END}" for message in messages]
         text = "".join(parts)
         return text.removesuffix(END) if continue_final else f"{text}assistant:"
 
-    def written(self, message):
+    def shown(self, message):
         thought = message.get("reasoning_content")
         calls = [call["function"] for call in message.get("tool_calls", ())]
         text = "" if thought is None else f"<think>{thought}</think>"
         text += message["content"] or ""
         return text + "".join(f"<tool>{call['name']} {call['arguments']}</tool>" for call in calls)
+
+    def written(self, tokens):
+        return read(tokens)
 
     def encode(self, text, begins=False):
         return letters(text)
