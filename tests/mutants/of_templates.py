@@ -53,14 +53,18 @@ MUTANTS: list[Mutant] = [
             "    return turn",
         ),
         (
-            "arguments in JSON text are given to templates as text",
-            "            arguments = json.loads(arguments)",
-            "            pass",
-        ),
-        (
             "the context is what the template writes later, and not the prompt",
             "        return opened or whole[:start], whole[start:]\n    if THINK",
             "        return whole[:start], whole[start:]\n    if THINK",
+        ),
+    ),
+    *planted(
+        "areal_x/hf/chat_form.py",
+        ("tests/workflows/test_real_conversations.py",),
+        (
+            "arguments in JSON text are given to templates as text",
+            "            arguments = json.loads(arguments)",
+            "            pass",
         ),
     ),
 ]
