@@ -15,8 +15,8 @@ from tests.mutants import (
     of_servers,
     of_speculation,
     of_stages,
-    of_tinker,
     of_templates,
+    of_tinker,
     of_trainers,
 )
 
