@@ -287,6 +287,7 @@ def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(gateway_of, tmp_p
 @needs_openssl
 def test_silent_handshakes_hold_up_nobody_and_are_few(secure, trusting, monkeypatch, run):
     monkeypatch.setattr(connections, "HANDSHAKES", 4)
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 300.0)  # else they would end by themselves
     served = secure()
     silent = [socket.create_connection(("127.0.0.1", served.port), timeout=30) for _ in range(20)]
     assert httpx.get(f"{served.url}/v1/models", verify=trusting).status_code == 401
