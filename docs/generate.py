@@ -92,7 +92,9 @@ after swaps of the tower too. What they compute on accelerators was not tried fa
 * vLLM has no place for a tied head in Qwen3-Next, GLM-4.5 and latent attention's families: a swap without a head is refused.
 * SGLang fills no tied head of Mixtral and Qwen3 MoE, and reads no head of Gemma 3 that is not tied: both are refused, and the
   others of these families are served.
-* On a CPU vLLM leaves out the correction of ERNIE's routers and has no kernel for gpt-oss's experts.
+* On a CPU vLLM leaves out the correction of ERNIE's routers and has no kernel for gpt-oss's experts. Its loader orders
+  Llama 4's queries and keys anew, so that they are not proved; log-probabilities of text were within 4e-6 of transformers,
+  before and after a swap.
 * On a CPU vLLM's attention is causal within images: those of Gemma 3 and of Gemma 4 26B-A4B, 31B and 12B are refused there.
   Gemma 4's cells are for models whose images are causal, as E2B's and E4B's. Qwen3.5 with its tower was not served.
 * Of a Gemma 4's `rope_parameters` vLLM leaves out the factor of a proportional rotation and applies the part of the pairs of a

@@ -436,7 +436,7 @@ PROOFS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
 
 VLLM = "tests/engines/vllm/test_vllm_{}.py::test_after_a_swap_a_family_says_{}"
 ON_VLLM = ("qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "llama", "mistral", "mixtral", "olmo2", "olmo3", "smollm3", "granite")
-ON_VLLM += ("phi3", "glm", "glm4", "glm4_moe", "dots1", "solar_open", "gemma4_text", "llama4_text")
+ON_VLLM += ("phi3", "glm", "glm4", "glm4_moe", "dots1", "solar_open", "gemma4_text")
 VLLM_IMAGES = "tests/engines/vllm/test_vllm_image_families.py::"
 VLLM_IMAGES += "test_a_server_says_of_images_what_the_trainer_does_before_and_after_swaps_of_its_tower_too"
 IMAGES_ON_VLLM = {family: f"{family}_vl" for family in ("mistral3", "gemma4", "llama4")} | {family: family for family in SEE}
@@ -455,7 +455,7 @@ SERVED: dict[str, dict[str, dict[str, str]]] = {
         VLLM.format("half_families", "what_an_engine_does_that_began_with_the_new_weights"): {
             family: family for family in ON_VLLM_IN_HALF
         },
-        VLLM_IMAGES: {family: case for family, case in IMAGES_ON_VLLM.items() if family not in SEE},
+        VLLM_IMAGES: {family: case for family, case in IMAGES_ON_VLLM.items() if family not in (*SEE, "llama4")},
     },
     "vLLM, images": {VLLM_IMAGES: IMAGES_ON_VLLM},
     "SGLang": {

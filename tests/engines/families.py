@@ -38,11 +38,9 @@ from areal_x.engines.fleet.proof.judge import Verdict, judge, parsed
 from areal_x.engines.fleet.proof.prover import question
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.proof.worker import PROVE
-from areal_x.engines.vllm.server import TUNED
-from areal_x.hf.model_dir import read_config, read_tensors
+from areal_x.hf.model_dir import read_tensors
 from tests.model_families import FAMILY_MODELS, ROTATIONS
 from tests.models import (
-    LLAMA4,
     MODELS,
     MORE,
     SEEING,
@@ -79,8 +77,6 @@ FAMILIES: dict[str, Any] = {
     "gemma4_text-turned": FAMILY_MODELS["gemma4_text"][2]
     | {"rope_parameters": ROTATIONS | {"full_attention": ROTATIONS["full_attention"] | {"factor": 1.0}}},
     "glm4_moe": FAMILY_MODELS["glm4_moe"][0] | UNTIED,
-    # Blocks of vLLM's on a CPU divide the chunks.
-    **{f"llama4_text{head}": LLAMA4 | own | {"attention_chunk_size": 128} for head, own in (("", UNTIED), ("-tied", TIED))},
     **{name: ALL[name] for name in ("qwen2_5_vl", "qwen2_5_vl-tied", "qwen3_vl", "qwen3_vl-tied")},
 }
 
@@ -96,10 +92,6 @@ def widened(config: dict[str, Any]) -> dict[str, Any]:
     if "vision_config" in config:
         config["vision_config"]["out_hidden_size"] = WIDE["hidden_size"]
     return config
-
-
-# As areal_x.engines.vllm.server starts one.
-OVERRIDES = {"llama4_text": {"override_generation_config": {TUNED: True}}}
 
 
 class Served:
@@ -120,7 +112,7 @@ class Served:
             limit_mm_per_prompt={"image": 1, "video": 0} if sees else None,
             weight_transfer_config=WeightTransferConfig(backend=backend),
             disable_log_stats=True,
-            **{"dtype": "float32", **OVERRIDES.get(read_config(model)["model_type"], {}), **settings},
+            **{"dtype": "float32", **settings},
         )
 
     def call(self, method: str, *arguments: Any) -> Any:

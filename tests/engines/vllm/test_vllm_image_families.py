@@ -118,4 +118,5 @@ def test_a_server_says_of_images_what_the_trainer_does_before_and_after_swaps_of
             assert min(others) > 0.01  # the tower's alone too
     finally:
         run(engine.close())
-    assert not [x for x in reported if "prove" in x]
+    # vLLM's loader orders Llama 4's queries and keys anew, so that they are not proved.
+    assert bool([x for x in reported if "prove" in x]) == name.startswith("llama4")
