@@ -31,6 +31,8 @@ MODULE = re.compile(r"# (\w+)\.py\b.*\n")
 NOT_RUN = {  # a line that only this block has, and the reason
     "service = tinker.ServiceClient()": "needs a served model: tests/tinker/test_client.py runs a program of the client",
     "with session() as episode:": "needs a served run: tests/test_serve.py and tests/agents/test_online.py run these lines",
+    "fork_run(": "needs a run with a checkpoint: tests/run/test_forking.py forks some",
+    "token_gradients(algorithm": "needs a turn of a run: colab/loss.ipynb and colab/trajectories.ipynb run these lines",
     'AutoProcessor.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct")': "needs the hub: tests/jax/test_images.py makes a processor",
 }
 Namespace = dict[str, Any]

@@ -113,6 +113,6 @@ def test_a_setting_that_a_guide_names_exists(page: str) -> None:
 
 
 def test_every_block_says_what_language_it_is_in():
-    known = {"python", "gin", "sh", "shell", "text", "toml", "javascript"}
+    known = {"python", "gin", "sh", "shell", "text", "toml", "javascript", "json"}
     shown = {m[1] for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) for m in BLOCK.finditer(page.read_text())}
     assert shown <= known

@@ -21,6 +21,9 @@ ALLOWED = {
     "areal_x/rewards/worker.py": {"cloudpickle"},
     # Code of a model, in the process that was made for it: what the sandbox is for.
     "areal_x/sandbox/program.py": {"compile", "exec"},
+    "areal_x/rewards/code/inside.py": {"compile", "eval", "exec"},
+    # That file's own code, compiled for programs of the sandbox, which read nothing else so.
+    "areal_x/rewards/code/judge.py": {"compile", "marshal"},
 }
 
 

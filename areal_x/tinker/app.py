@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_x.errors import UserError
-from areal_x.runtime.thread import inline_or_in_pool
+from areal_x.runtime.thread import POOL, in_pool, inline_or_in_pool
 from areal_x.tinker import requests
 from areal_x.tinker.account import Account, Server
 from areal_x.tinker.checkpoints import Ref
@@ -332,33 +332,46 @@ def found(look: Callable[[], Any]) -> Any:
         raise Unknown from error
 
 
+# Lists are read from files, as many as a client has: on a thread.
 async def list_runs(account: Account, request: Request) -> Any:
     offset, limit = page(request)
-    runs = account.checkpoints.runs()
-    return {
-        "training_runs": [account.checkpoints.listed_run(x) for x in runs[offset:][:limit]],
-        "cursor": {"offset": offset, "limit": limit, "total_count": len(runs)},
-    }
+
+    def read() -> Any:
+        runs = account.checkpoints.runs()
+        return {
+            "training_runs": [account.checkpoints.listed_run(x) for x in runs[offset:][:limit]],
+            "cursor": {"offset": offset, "limit": limit, "total_count": len(runs)},
+        }
+
+    return await in_pool(POOL, read)
 
 
 async def get_run(account: Account, request: Request) -> Any:
-    return found(lambda: account.checkpoints.listed_run(request.path_params["run"]))
+    run = request.path_params["run"]
+    return await in_pool(POOL, found, lambda: account.checkpoints.listed_run(run))
 
 
 async def list_checkpoints(account: Account, request: Request) -> Any:
-    pairs = found(lambda: list(account.checkpoints.of_run(request.path_params["run"])))
-    return {"checkpoints": [account.checkpoints.listed(*pair) for pair in pairs]}
+    own, run = account.checkpoints, request.path_params["run"]
+
+    def read() -> Any:
+        return {"checkpoints": [own.listed(*pair) for pair in own.of_run(run)]}
+
+    return await in_pool(POOL, found, read)
 
 
 async def all_checkpoints(account: Account, request: Request) -> Any:
-    offset, limit = page(request)
-    own = account.checkpoints
-    pairs = [pair for run in own.runs() for pair in own.of_run(run)]
-    pairs.sort(key=lambda x: -x[1].created)
-    return {
-        "checkpoints": [own.listed(*pair) for pair in pairs[offset:][:limit]],
-        "cursor": {"offset": offset, "limit": limit, "total_count": len(pairs)},
-    }
+    (offset, limit), own = page(request), account.checkpoints
+
+    def read() -> Any:
+        pairs = [pair for run in own.runs() for pair in own.of_run(run)]
+        pairs.sort(key=lambda x: -x[1].created)
+        return {
+            "checkpoints": [own.listed(*pair) for pair in pairs[offset:][:limit]],
+            "cursor": {"offset": offset, "limit": limit, "total_count": len(pairs)},
+        }
+
+    return await in_pool(POOL, read)
 
 
 def page(request: Request) -> tuple[int, int]:
@@ -380,7 +393,7 @@ def ref_of(account: Account, request: Request) -> Ref:
 
 
 async def delete_checkpoint(account: Account, request: Request) -> Any:
-    account.checkpoints.delete(ref_of(account, request))
+    await in_pool(POOL, account.checkpoints.delete, ref_of(account, request))
     return {}
 
 

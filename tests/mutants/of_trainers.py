@@ -209,8 +209,8 @@ MUTANTS: list[Mutant] = [
         ("tests/torch/test_optimizers.py", "tests/test_moving.py"),
         (
             "torch: norms and biases decay",
-            "            decay = config.weight_decay if p.ndim >= 2 else 0.0",
-            "            decay = config.weight_decay",
+            'config.weight_decay if group["params"][0].ndim >= 2 else 0.0',
+            "config.weight_decay",
         ),
         (
             "torch: Muon's direction is not orthogonal",
