@@ -5,6 +5,7 @@ that workers use (areal_x.engines.vllm.proof.worker), the versions that are made
 the server (areal_x.engines.vllm.versions), the sleep of a server on a CPU
 (areal_x.engines.vllm.cpu_sleep), the temperatures of guessed positions there
 (areal_x.engines.vllm.cpu_guesses) and the permission to use AMX (areal_x.engines.vllm.cpu_tiles),
+inputs that its linear layers would refuse (areal_x.engines.vllm.cpu_strides),
 what servers of several workers lack (areal_x.engines.vllm.wide), and the tokens of text between an
 image's (areal_x.engines.vllm.image_rows).
 
@@ -58,6 +59,7 @@ def register() -> None:
     from areal_x.engines.vllm import (
         cpu_guesses,
         cpu_sleep,
+        cpu_strides,
         cpu_tiles,
         image_rows,
         kept_tokens,
@@ -107,5 +109,6 @@ def register() -> None:
     cpu_sleep.install()
     cpu_guesses.install()
     cpu_tiles.install()
+    cpu_strides.install()
     wide.install()
     image_rows.install()

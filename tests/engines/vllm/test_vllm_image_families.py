@@ -101,6 +101,7 @@ def test_a_server_says_of_images_what_the_trainer_does_before_and_after_swaps_of
     trainers = [create_trainer("torch", TrainerConfig(ModelConfig(str(x)))) for x in write_models(name, tmp_path)]
     first, how, reported = trainers[0].directory, SamplingParams(max_tokens=8), list[str]()
     shown = shown_to(first, ends=(CHUNK,))  # longer than a chunk
+    shown = [x for x in shown if x.images is None or (x.images.grids[:, 0] == 1).all()]  # vLLM's images have one frame
     requests = [Request(x.tokens[~x.mask], how, images=x.images) for x in shown]
     assert len({x.images is None for x in shown}) == 2
     engine = VLLMEngine(VLLMConfig(context=CONTEXT, concurrency=8), first, tmp_path / "vllm", reported.append)
