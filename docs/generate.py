@@ -97,7 +97,8 @@ after swaps of the tower too. What they compute on accelerators was not tried fa
   before and after a swap.
 * On a CPU vLLM's attention is causal within images: those of Gemma 3 and of Gemma 4 26B-A4B, 31B and 12B are refused there.
   Gemma 4's cells are for models whose images are causal, as E2B's and E4B's. Qwen3.5 with its tower was not served.
-* A small random Qwen3-VL with images was up to 0.2 nats a token away on a CPU, for a reason that was not found.
+* vLLM interleaves Qwen3-VL's angles of time, height and width where `rope_parameters` says `mrope_interleaved`, as on the hub;
+  transformers and both trainers always. A config without it, 0.2 nats a token away with images, is refused.
 * Of a Gemma 4's `rope_parameters` vLLM leaves out the factor of a proportional rotation and applies the part of the pairs of a
   default one, which transformers does not: such a model, of which the hub has none, is up to 3 nats a token away, and refused.
   SGLang reads no other fields there, so that linear, yarn and Llama 3's rotations are refused too.

@@ -440,7 +440,7 @@ ON_VLLM += ("phi3", "glm", "glm4", "glm4_moe", "dots1", "solar_open", "gemma4_te
 VLLM_IMAGES = "tests/engines/vllm/test_vllm_image_families.py::"
 VLLM_IMAGES += "test_a_server_says_of_images_what_the_trainer_does_before_and_after_swaps_of_its_tower_too"
 IMAGES_ON_VLLM = {family: f"{family}_vl" for family in ("mistral3", "gemma4", "llama4")}
-IMAGES_ON_VLLM |= {"gemma4_unified": "gemma4_unified_vl-causal", "qwen2_5_vl": "qwen2_5_vl"}
+IMAGES_ON_VLLM |= {"gemma4_unified": "gemma4_unified_vl-causal"} | {family: family for family in ("qwen2_5_vl", "qwen3_vl")}
 ON_VLLM_IN_HALF = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 ON_SGLANG = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gemma3_text", "olmo2", "granite", "phi3", "glm4")
 # Engine → tests in which a real one, on a CPU, computes what transformers does, before and after a swap: family → the case.

@@ -51,6 +51,11 @@ def served_format(model: Path) -> ImageFormat:
     return format_of(described_config(config))
 
 
+# transformers interleaves the angles of time, height and width in these whatever config.json says; vLLM
+# where it says so, and is 0.2 nats a token away otherwise.
+INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+
 def check_sent_images(model: Path, config: VLLMConfig) -> None:
     """Raises: UserError for a model whose images cannot be sent to vLLM servers, or that they would
     compute otherwise.
@@ -60,10 +65,19 @@ def check_sent_images(model: Path, config: VLLMConfig) -> None:
     their embeddings by areal_x.engines.vllm.image_rows, which a server has with areal-x beside it.
     """
     read = read_config(model)
-    if read.get("model_type") not in SEEN:
+    kind = read.get("model_type")
+    instead = "use train.engine = 'embedded' with train.backend = 'torch'"
+    text = read.get("text_config") or {}
+    rotation = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if kind in INTERLEAVED and not rotation.get("mrope_interleaved"):
+        raise UserError(
+            f"the prompt has images and {model} is a {kind} whose config.json does not say"
+            " that its rotations are interleaved, which vLLM then leaves out: set mrope_interleaved ="
+            f" true in its text_config.rope_parameters, as on the hub, or {instead}"
+        )
+    if kind not in SEEN:
         return
     form = format_of(described_config(read))
-    instead = "use train.engine = 'embedded' with train.backend = 'torch'"
     if form.rows and config.urls and TRANSPORTS[config.transport] not in (BACKEND, RDT):
         raise UserError(
             f"the prompt has images and {model} has tokens of text between the rows of an image's"

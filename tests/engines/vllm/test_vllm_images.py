@@ -7,6 +7,7 @@ skipped.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -38,7 +39,7 @@ from areal_x.types import Trajectory
 from areal_x.workflows.single_turn import encode
 from examples.vision.task import pictures
 from examples.vision.warm_start import write_model
-from tests.models import IMAGE, with_images
+from tests.models import IMAGE, SEEING, with_images
 from tests.sent_images import arrays_of
 from tests.servers import Run, Weights
 
@@ -67,6 +68,22 @@ def test_tokens_that_are_not_of_the_images_are_refused(wrong: np.ndarray) -> Non
         UserError, match=r"the prompt belongs to other images: a sequence has \d+ image tokens, but its 2 images need 14"
     ):
         features_of(wrong, SHOWN.images, FORM)
+
+
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+def test_a_qwen3_vl_whose_config_does_not_say_that_angles_are_interleaved_is_refused(field: str, tmp_path: Path) -> None:
+    config = copy.deepcopy(SEEING["qwen3_vl"])
+    text = config["text_config"]
+    rotation = text.pop("rope_parameters")
+    for said, refused in (({}, True), ({"mrope_interleaved": False}, True), ({"mrope_interleaved": True}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text | {field: rotation | said}}))
+        if refused:
+            with pytest.raises(UserError, match="set mrope_interleaved = true in its text_config"):
+                served.check_sent_images(tmp_path, VLLMConfig())
+        else:
+            served.check_sent_images(tmp_path, VLLMConfig())
+    (tmp_path / "config.json").write_text(json.dumps(SEEING["qwen2_5_vl"]))
+    served.check_sent_images(tmp_path, VLLMConfig())
 
 
 def test_a_driver_without_vllm_sends_images_and_reads_the_models_form_once(
