@@ -660,7 +660,7 @@ def test_servers_on_a_cpu_are_no_engine_for_images_that_see_themselves(
     assert "the longest of the first 1 prompts" in fit(replace(served, row_length=256), pictures(1), squares)
 
 
-def test_vllm_servers_are_no_engine_for_images_with_text_between_their_rows(experiment, tmp_path: Path) -> None:
+def test_vllm_servers_without_areal_x_are_no_engine_for_images_with_text_between_their_rows(experiment, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from examples.vision.task import pictures
 
@@ -668,8 +668,10 @@ def test_vllm_servers_are_no_engine_for_images_with_text_between_their_rows(expe
     (tmp_path / "config.json").write_text(json.dumps(SEEING_ROWS["mistral3_vl"]))
     of, longer = model.Model(tmp_path, {}), replace(experiment, backend="torch", row_length=256)
     assert "the longest of the first 1 prompts" in fit(longer, pictures(1), of)
-    with pytest.raises(UserError, match=r"requests to vLLM servers cannot say: use train\.engine = 'embedded'"):
-        fit(replace(longer, engine="vllm"), pictures(1), of)
+    assert "the longest of the first 1 prompts" in fit(replace(longer, engine="vllm"), pictures(1), of)
+    others = VLLMConfig(urls=("http://127.0.0.1:1",), transport="nccl")
+    with pytest.raises(UserError, match=r"with areal-x installed beside them alone: set vllm\.transport = 'files'"):
+        fit(replace(longer, engine="vllm", vllm=others), pictures(1), of)
 
 
 def fit(experiment: Experiment, tasks: list[Task], of: model.Model) -> str:
