@@ -131,15 +131,6 @@ def session(
             return Session(opened["url"], opened["key"])
 
 
-def write_address(file: Path, url: str, key: str) -> None:
-    """Writes the file so that it is readable by this user alone from its first byte."""
-    new = file.with_name(f"{file.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        json.dump({"url": url, "key": key}, out)
-    new.replace(file)
-
-
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Whoever answers for the gateway could have the key sent elsewhere."""
 

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from areal_x.agents.chat.credit import Credit, episode_of_calls
 from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer
 from areal_x.agents.chat.server_renderer import ServerRenderer
-from areal_x.agents.client import write_address
 from areal_x.agents.gateway.gateway import Gateway
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import UserError, one_of
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
+from areal_x.runtime.credentials import write_address
 from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.types import Outcome
 from areal_x.workflows.single_turn import with_end

@@ -14,10 +14,9 @@ from areal_x.errors import UserError
 from areal_x.run import checkpoint
 from areal_x.run.group_bytes import decode
 from areal_x.run.journal import ADMITTED, FILE, LOCKED_SECONDS
+from areal_x.run.retries import METRICS
 from areal_x.run.run_dir import CONFIG
 from areal_x.types import NOT_THE_POLICY, Task
-
-METRICS = "metrics.jsonl"
 
 
 def fork_run(run: Path | str, name: str, step: int | None = None) -> Path:

@@ -175,7 +175,7 @@ class Account:
         async def work() -> results.Result:
             await self.server.thread.run(self.server.host.create, trained.model)
             self._begin_run(trained.model, body.user_metadata)
-            return results.Result({"type": "create_model", "model_id": id})
+            return results.plain({"type": "create_model", "model_id": id})
 
         trained.line.put(f"{id}:0", 0, "create_model", work)
         return id, f"{id}:0"
@@ -216,8 +216,12 @@ class Account:
     def forward_backward(self, body: ForwardBackward) -> str:
         """Returns the request's id. Raises: Unknown; as `Line.put`."""
 
-        def answer(found: Any) -> results.Result:
-            logprobs, evaluated = found
+        # On the trainer's thread: there may be millions of targets.
+        def work(model: Model) -> results.Result:
+            backward = not body.forward_only
+            logprobs, evaluated = self.server.host.forward(
+                model, body.datums, body.loss, body.config, backward
+            )
             outputs = []
             for datum, logp, terms in zip(body.datums, logprobs, evaluated.terms, strict=True):
                 named = {"logprobs": logp, "elementwise_loss": terms}
@@ -230,12 +234,8 @@ class Account:
             body.model_id,
             body.seq_id,
             "forward" if body.forward_only else "forward_backward",
-            self.server.host.forward,
-            body.datums,
-            body.loss,
-            body.config,
-            not body.forward_only,
-            result=answer,
+            work,
+            result=lambda found: found,
         )
 
     def optim_step(self, body: requests.OptimStep) -> str:
@@ -262,7 +262,7 @@ class Account:
             "optim_step",
             self.server.host.step,
             optimizer,
-            result=lambda metrics: results.Result({"metrics": dict(metrics)}),
+            result=lambda metrics: results.plain({"metrics": dict(metrics)}),
         )
 
     # ---- checkpoints
@@ -294,7 +294,7 @@ class Account:
             body.seq_id,
             kind,
             work,
-            result=lambda _: results.Result({"type": kind, "path": str(ref)}),
+            result=lambda _: results.plain({"type": kind, "path": str(ref)}),
         )
 
     def save_for_sampler(self, body: requests.SaveWeights) -> str:
@@ -323,7 +323,7 @@ class Account:
             self._ephemeral.append(source.directory)
             while len(self._ephemeral) > MOST_EPHEMERAL:
                 shutil.rmtree(self._ephemeral.pop(0), ignore_errors=True)
-            return results.Result({"type": "save_weights_for_sampler", "sampling_session_id": name})
+            return results.plain({"type": "save_weights_for_sampler", "sampling_session_id": name})
 
         return self._put(
             body.model_id, body.seq_id, "save_weights_for_sampler", work, result=answer
@@ -359,7 +359,7 @@ class Account:
         def answer(_: None) -> results.Result:
             if number == 0:
                 self._begin_run(model, body.user_metadata)
-            return results.Result({"type": "load_weights", "path": str(ref), "model_id": model.id})
+            return results.plain({"type": "load_weights", "path": str(ref), "model_id": model.id})
 
         return model.id, self._put(model.id, number, "load_weights", work, result=answer)
 

@@ -254,7 +254,8 @@ async def retrieve(account: Account, request: Request) -> Response:
         return json_response(again, 408)
     accepts = WIRE in request.headers.get("accept", "")
     if isinstance(found, Failure) or found.wire is None or not accepts:
-        return json_response(found.json)
+        body = await inline_or_in_pool(found.size, lambda: msgspec.json.encode(found.json()))
+        return Response(body, 200, HEADERS, "application/json")
     return Response(found.wire, 200, HEADERS, WIRE)
 
 

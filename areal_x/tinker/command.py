@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.runtime import loop
 from areal_x.runtime.command import command_of
+from areal_x.runtime.credentials import write_address
 from areal_x.runtime.thread import OneThread
 from areal_x.tinker.account import Server
 from areal_x.tinker.app import application
@@ -192,12 +192,3 @@ def serve(
     finally:
         listener.close()
         shutil.rmtree(working, ignore_errors=True)
-
-
-def write_address(file: Path, url: str, key: str) -> None:
-    """Writes a file that only this user may read."""
-    beside = file.with_name(f".{file.name}")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-        json.dump({"url": url, "key": key}, opened)
-    beside.rename(file)

@@ -83,7 +83,7 @@ class Futures:
             return
         request.done.set_result(outcome)
         self._pending -= 1
-        self._bytes += size_of(outcome)
+        self._bytes += outcome.size
         self._make_room()
 
     def _make_room(self) -> None:
@@ -91,7 +91,7 @@ class Futures:
         if ended <= MOST_KEPT and self._bytes <= MOST_BYTES:
             return
         for id in [id for id, x in self.requests.items() if x.done.done()][:-1]:
-            self._bytes -= size_of(self.requests.pop(id).done.result())
+            self._bytes -= self.requests.pop(id).done.result().size
             self.dropped[id] = None
             ended -= 1
             if ended <= MOST_KEPT and self._bytes <= MOST_BYTES:
@@ -139,10 +139,6 @@ class Futures:
         if request is not None and request.task is not None:
             request.task.cancel()
             self.settle(request, Failure("the request was cancelled", "user"))
-
-
-def size_of(outcome: Outcome) -> int:
-    return outcome.size if isinstance(outcome, Result) else 1024
 
 
 @dataclass(eq=False)

@@ -201,7 +201,7 @@ class TrainerHost:
 
         Raises: UserError.
         """
-        loss, _ = losses.find(name, config)
+        loss = losses.find(name, config)
         self.check_tokens(datums)
         trainer = self._enter(model)
         layout = lay_out(datums, self.context, self.shares)

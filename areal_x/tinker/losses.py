@@ -66,8 +66,8 @@ LOSSES = {
 OPTIONAL = {"weights": 1.0}  # inputs that a datum may lack, and their value then
 
 
-def find(name: str, config: Config) -> tuple[Loss, tuple[str, ...]]:
-    """Returns a loss with its config, and the names of its inputs besides target_tokens.
+def find(name: str, config: Config) -> Loss:
+    """Returns a loss with its config.
 
     Raises: UserError for a loss or a config that is unknown or out of range.
     """
@@ -87,7 +87,7 @@ def find(name: str, config: Config) -> tuple[Loss, tuple[str, ...]]:
             f"{LOW} = {settings[LOW]:g} and {HIGH} = {settings[HIGH]:g} must lie on either side of"
             " 1, the ratio of an unchanged policy"
         )
-    return known.make(**settings), known.inputs
+    return known.make(**settings)
 
 
 def check_inputs(name: str, index: int, given: Mapping[str, np.ndarray]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -18,10 +18,10 @@ STOP, LENGTH = 0, 1
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. wire: for those whose client accepts protocol buffers; None if the API has
-    no such form."""
+    """A finished request. json: makes that form, for which arrays take time. wire: for those whose
+    client accepts protocol buffers; None if the API has no such form."""
 
-    json: Mapping[str, Any]
+    json: Callable[[], Mapping[str, Any]]
     wire: bytes | None = None
 
     @property
@@ -30,14 +30,19 @@ class Result:
         return 1024 if self.wire is None else 4 * len(self.wire) + 1024
 
 
+def plain(content: Mapping[str, Any]) -> Result:
+    """Returns a result without arrays."""
+    return Result(lambda: content)
+
+
 @dataclass(frozen=True)
 class Failure:
     """A request that failed. category: "user" for a mistake in it, "server" for one here."""
 
     error: str
     category: str
+    size: ClassVar[int] = 1024
 
-    @property
     def json(self) -> Mapping[str, Any]:
         return {"error": self.error, "category": self.category}
 
@@ -58,8 +63,9 @@ def forward_backward(
             fields += wire.entry(2, name, wire.block(2, tensor))
         records += wire.block(2, wire.block(1, kind) + fields + wire.integer(3, 1))
     numbers = b"".join(wire.entry(3, name, wire.double(2, float(x))) for name, x in metrics.items())
-    return Result(
-        {
+
+    def json() -> Mapping[str, Any]:
+        return {
             "loss_fn_output_type": kind,
             "loss_fn_outputs": [
                 {
@@ -73,9 +79,9 @@ def forward_backward(
                 for datum in outputs
             ],
             "metrics": {name: number(float(x)) for name, x in metrics.items()},
-        },
-        wire.block(1, kind) + records + numbers,
-    )
+        }
+
+    return Result(json, wire.block(1, kind) + records + numbers)
 
 
 def number(x: float) -> float | None:
@@ -169,15 +175,16 @@ def samples(sequences: Sequence[SampledSequence], prompt: Scored) -> Result:
             + wire.block(3, np.ascontiguousarray(one.logprobs, "<f4").tobytes())
             + top,
         )
-    found = [
-        {
+
+    def found(one: SampledSequence) -> dict[str, Any]:
+        return {
             "tokens": one.tokens.tolist(),
             "logprobs": [number(x) for x in one.logprobs.tolist()],
             "stop_reason": "stop" if one.stopped else "length",
             "topk_logprobs": None if one.top is None else one.top.json(),
         }
-        for one in sequences
-    ]
-    return Result(
-        {"type": "sample", "sequences": found, **prompt.json()}, written + prompt.written()
-    )
+
+    def json() -> Mapping[str, Any]:
+        return {"type": "sample", "sequences": [*map(found, sequences)], **prompt.json()}
+
+    return Result(json, written + prompt.written())

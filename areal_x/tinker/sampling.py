@@ -145,7 +145,8 @@ class Samplers:
             tokens = np.concatenate([prompt, found[index].tokens])
             own = await self._ranked(source, tokens, ids)
             found[index] = replace(found[index], top=own)
-        return results.samples(found, scored)
+        size = sum(len(x.tokens) for x in found) + len(prompt)
+        return await inline_or_in_pool(size, results.samples, found, scored)
 
     async def _most_likely(
         self, engine: EmbeddedEngine, tokens: np.ndarray, first: int, k: int
