@@ -11,6 +11,25 @@ SAMPLERS = ("tests/engines/test_samplers.py", CONFORMANCE)
 
 MUTANTS: list[Mutant] = [
     *planted(
+        JAX + "ragged_products.py",
+        ("tests/jax/test_ragged_products.py",),
+        (
+            "blocks of a mixture's rows are counted without those that are not full",
+            "count = min(rows, rows // size + groups)",
+            "count = min(rows, rows // size + groups // 2)",
+        ),
+        (
+            "places of a block that are not filled are rows of the next group",
+            "return jnp.where(self.filled[..., None], x[self.source], 0)",
+            "return x[self.source]",
+        ),
+        (
+            "an expert's gradient is that of its last block",
+            "return of_kernels.at[group].add(rows.T @ of_output), of_output @ kernels[group].T",
+            "return of_kernels.at[group].set(rows.T @ of_output), of_output @ kernels[group].T",
+        ),
+    ),
+    *planted(
         "areal_x/types.py",
         PACKING,
         ("prompts are trained on", "        mask[:context] = False", "        mask[:0] = False"),

@@ -25,6 +25,7 @@ from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_jax import fp8, routers
 from areal_x_jax.mixtures import Experts
 from areal_x_jax.parameters import Params
+from areal_x_jax.ragged_products import ragged_dot
 from areal_x_jax.sharding import Partitioner
 
 Activation = Callable[[Array], Array]
@@ -146,15 +147,15 @@ def grouped(
 
     def product(x: Array, name: str) -> Array:
         kernels = own[name]
-        multiply = fp8.ragged_dot if isinstance(kernels, fp8.Kernel) else jax.lax.ragged_dot
+        multiply = fp8.ragged_dot if isinstance(kernels, fp8.Kernel) else ragged_dot
         y = multiply(x, kernels, sizes)
         y = y + adapted(x, name) if f"{name}_lora_a" in own else y
         return y + own[f"{name}_bias"][which[order]] if f"{name}_bias" in own else y
 
     def adapted(x: Array, name: str) -> Array:
         """What adapters add to a product: their scale is in lora_b."""
-        small = jax.lax.ragged_dot(x, own[f"{name}_lora_a"], sizes)
-        return jax.lax.ragged_dot(small, own[f"{name}_lora_b"], sizes)
+        small = ragged_dot(x, own[f"{name}_lora_a"], sizes)
+        return ragged_dot(small, own[f"{name}_lora_b"], sizes)
 
     sorted_tokens, factors = tokens[order // per_token], weights.reshape(-1)[order][:, None]
     if weighs_inputs:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from areal_x_jax import fp8_products
+from areal_x_jax import fp8_products, ragged_products
 from areal_x_jax.leaf import local_name
 from areal_x_jax.parameters import Params
 
@@ -146,9 +146,9 @@ _linear.defvjp(_linear_forward, _linear_backward)
 def ragged_dot(
     x: Float[Array, "n in"], kernels: Kernel, sizes: Int[Array, " experts"]
 ) -> Float[Array, "n out"]:
-    """jax.lax.ragged_dot of a mixture's experts."""
+    """The ragged product of a mixture's experts."""
     rounded = kernels.of if kernels.rounded else _straight_blocks(kernels.of)
-    product: Array = _of_gradient(jax.lax.ragged_dot(_straight_tiles(x), rounded, sizes))
+    product: Array = _of_gradient(ragged_products.ragged_dot(_straight_tiles(x), rounded, sizes))
     return product
 
 
