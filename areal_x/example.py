@@ -25,6 +25,7 @@ USES = re.compile(
 )
 SUFFIXES = (".py", ".gin", ".mjs", ".json", ".txt")
 LEFT_OUT = ("package-lock.json",)
+IN_PYTHON = "task"  # the module of an example that is run without a gin file
 # setup.py puts the folder into built packages under this name; a checkout has it beside the package.
 PACKAGED = Path(__file__).parent / "_examples"
 CHECKOUT = Path(__file__).parents[1] / "examples"
@@ -85,11 +86,15 @@ def copy_example(name: str, folder: Path) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
     stems = ", ".join(file.stem for file in files(root / name) if file.suffix == ".gin")
+    command = (
+        f"{command_of('train')} examples/{name}/FILE.gin, where FILE is one of {stems}"
+        if stems
+        else f"python -m examples.{name}.{IN_PYTHON}"
+    )
     return "\n".join(
         [
             *(f"wrote {folder / 'examples' / part}" for part in needed(name)),
-            f"next{'' if folder == Path() else f', in {folder}'}:"
-            f" {command_of('train')} examples/{name}/FILE.gin, where FILE is one of {stems}",
+            f"next{'' if folder == Path() else f', in {folder}'}: {command}",
         ]
     )
 
@@ -118,8 +123,10 @@ def source() -> Path:
 
 
 def names() -> list[str]:
-    """Returns the examples that can be run; a folder without a gin file is shared code."""
-    return sorted({file.parent.name for file in source().glob("*/*.gin")})
+    """Returns the examples that can be run: by a gin file, or one that is built in Python. Other folders
+    are shared code."""
+    found = {file.parent.name for file in source().glob("*/*.gin")}
+    return sorted(found | {file.parent.name for file in source().glob(f"*/{IN_PYTHON}.py")})
 
 
 def summary(folder: Path) -> str:

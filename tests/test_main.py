@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,15 @@ def test_an_example_comes_with_those_it_uses(tmp_path: Path) -> None:
     assert example.copy_example("arithmetic", tmp_path)  # what is there already is the same
 
 
+def test_every_example_of_the_documentation_can_be_copied(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| \[(\w+)\]\(\.\./examples/\1\)", page, re.MULTILINE))
+    assert documented == set(example.names())
+    told = example.copy_example("letters", tmp_path)
+    assert told.endswith(f"next, in {tmp_path}: python -m examples.letters.task")
+    assert (tmp_path / "examples/letters/task.py").is_file()
+
+
 def test_the_files_of_an_example_can_be_read_where_they_were_copy_example(tmp_path: Path) -> None:
     example.copy_example("self_play", tmp_path)
     code = (
@@ -120,5 +130,7 @@ def test_a_file_of_the_users_is_not_overcopy_example(tmp_path: Path, monkeypatch
 
 def test_every_example_is_listed_with_a_description() -> None:
     lines = example.listing().splitlines()
-    assert {line.split()[0] for line in lines} == {file.parent.name for file in (ROOT / "examples").glob("*/*.gin")}
+    assert {line.split()[0] for line in lines} == {file.parent.name for file in (ROOT / "examples").glob("*/*.gin")} | {
+        "letters"
+    }
     assert all(len(line.split()) > 3 for line in lines)

@@ -1,5 +1,7 @@
 """The smallest run that learns something, for the notebooks: the letters that follow one.
 
+    python -m examples.letters.task
+
     b  →  cde
 
 The alphabet is a circle of five letters, so that "d" is answered "eab". The reward is the share of
@@ -96,3 +98,7 @@ def experiment(**changes: Any) -> Experiment:
         "evaluate_every": 10,
     }
     return Experiment(**settings | changes)
+
+
+if __name__ == "__main__":
+    experiment().run()
