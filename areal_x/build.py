@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import gin
 
 from areal_x.batching.batch import Minibatch, Models
+from areal_x.batching.step_outputs import OutputCollector, StepOutputs
 from areal_x.cluster import trainers
 from areal_x.cluster.ganged import GangTrainer
 from areal_x.config.writer import read_settings
@@ -29,7 +30,7 @@ from areal_x.monitor import trackers
 from areal_x.monitor.metrics import MetricsWriter
 from areal_x.monitor.profiler import Profiler
 from areal_x.monitor.step_recorder import StepRecorder
-from areal_x.monitor.token_records import token_records
+from areal_x.monitor.token_records import recorded_tickets, token_records
 from areal_x.protocols.engine import Engine
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.workflow import Workflow
@@ -88,13 +89,20 @@ class Parts:
         self.metrics.write(row)
         self.spans.renew(self.run)
 
+    def collector(self, batches: Sequence[Batch], packed: Sequence[Minibatch]) -> OutputCollector:
+        """Returns what copies the policy's outputs of a step's optimizer steps."""
+        recorded = [bool(recorded_tickets(part, self.token_share)) for part in packed]
+        return OutputCollector(self.models.policy, batches, recorded)
+
     def record_tokens(
-        self, step: int, batches: Sequence[Batch], packed: Sequence[Minibatch]
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        packed: Sequence[Minibatch],
+        outputs: Sequence[StepOutputs],
     ) -> None:
         """Records what a step made of the tokens of some groups, for the lab."""
-        self.journal.trained(
-            step, token_records(batches, packed, self.models.policy, self.token_share)
-        )
+        self.journal.trained(step, token_records(batches, packed, outputs, self.token_share))
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, and prunes the journal of what no checkpoint needs any more."""

@@ -15,7 +15,7 @@ train.colocate = True both sides share their accelerators: `take` gives them to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,8 @@ import gin
 import numpy as np
 
 from areal_x.algorithms import mismatch
-from areal_x.batching.batch import Models, complete, fill_batches, pack_minibatches
+from areal_x.batching.batch import Models, fill_batches, pack_minibatches
+from areal_x.batching.step_outputs import complete
 from areal_x.build import Factory, Message, Parts
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
@@ -173,7 +174,8 @@ class Experiment(Factory):
                         own_pass=self.own_pass,
                     )
                     clock.prepared()
-                    learned = self.learn(batches, models, parts.loss)
+                    kept = parts.collector(batches, packed)
+                    learned = self.learn(batches, models, parts.loss, kept.collect)
                 clock.check_finite(learned, self.minibatches, groups, run)
                 clock.updated()
                 published = rollout.publish(models.policy, step, wait=self.waits(step))
@@ -184,25 +186,32 @@ class Experiment(Factory):
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(parts)
                 parts.record(row)
-                completed = complete(batches, self.algorithm, models.policy)
-                parts.record_tokens(step, completed, packed)
+                completed = complete(batches, self.algorithm, kept.outputs)
+                parts.record_tokens(step, completed, packed, kept.outputs)
                 if self.is_due(self.checkpoint_every, step):
                     parts.save(step)
                 if self.export_every and self.is_due(self.export_every, step):
                     parts.export(step)
                 yield Turn(row, groups, completed)
 
-    def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
+    def learn(
+        self,
+        batches: Sequence[Batch],
+        models: Models,
+        loss: Loss,
+        updated: Callable[[int], None] = lambda _: None,
+    ) -> dict[str, float]:
         """Runs one optimizer step per batch (policy, then critic) and returns the metrics averaged
-        over batches.
+        over batches. updated: called with a batch's index after its step of the policy.
 
         skipped and critic/skipped count the optimizer steps that changed nothing because their loss
         or gradient was not finite.
         """
         rows = []
-        for batch in batches:
+        for index, batch in enumerate(batches):
             raise_if_interrupted()
             row = models.policy.update(batch, loss)
+            updated(index)
             if models.critic is not None and self.algorithm.value_loss is not None:
                 learned = models.critic.update(batch, self.algorithm.value_loss)
                 row |= {f"critic/{name}": x for name, x in learned.items()} | explained_variance(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from areal_x.cluster.gang import Span
 from areal_x.cluster.measures import differences
 from areal_x.monitor.metrics import read
+from areal_x.run.journal import FILE
+from areal_x.run.token_record import TokenRecord
 from tests import forking
 from tests.conftest import environment_with
 
@@ -143,6 +147,25 @@ def assert_measured_alike(one: Path, two: Path) -> None:
         for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
             assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
     assert rows[1]["reward"] > 0
+
+
+def assert_recorded_alike(one: Path, two: Path) -> None:
+    """Asserts that the journals of two runs, in these folders, have the same numbers of each token."""
+    expected, found = (records(x / "runs" / "run") for x in (one, two))
+    assert list(found) == list(expected) == [0, 1, 2, 3]
+    for ticket, (step, record) in expected.items():
+        assert found[ticket][0] == step
+        for name, precision in (("logprobs", 1e-4), ("advantages", 2e-3), ("entropies", 5e-3)):
+            alone, together = (getattr(x, name) for x in (record, found[ticket][1]))
+            assert np.abs(alone).max() > 0 or name == "advantages"
+            np.testing.assert_allclose(together, alone, atol=precision, err_msg=name)
+
+
+def records(run: Path) -> dict[int, tuple[int, TokenRecord]]:
+    """Of each recorded group of a run, by ticket, the step and what it made of the tokens."""
+    with closing(sqlite3.connect(run / FILE)) as connection:
+        found = connection.execute("SELECT ticket, step, content FROM trained ORDER BY ticket").fetchall()
+    return {ticket: (step, TokenRecord.decode(content)) for ticket, step, content in found}
 
 
 def slow_rewards(folder: Path, seconds: float = 0.1) -> Path:

@@ -16,7 +16,8 @@ import pytest
 from areal_x.algorithms import corrections, losses, recipes
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.mismatch import LagMetrics
-from areal_x.batching.batch import Models, complete, make_batches
+from areal_x.batching.batch import Models, make_batches
+from areal_x.batching.step_outputs import StepOutputs, complete
 from areal_x.experiment import Experiment
 from areal_x.monitor.trajectories import trained
 from areal_x.protocols.trainer_config import LoRAConfig
@@ -54,7 +55,7 @@ def test_a_trainer_takes_the_same_step(settings: str, backend: str, model_dir_of
         assert batch.shape[0] > 2  # several micro-batches
         loss = losses.combine(algorithm.step_loss(own_pass), losses.policy_gap, LagMetrics(2))
         row = trainer.update(batch, loss)
-        found.append((row, dict(trainer.weights()), *complete([batch], algorithm, trainer)))
+        found.append((row, dict(trainer.weights()), *complete([batch], algorithm, [StepOutputs(trainer.step_logprobs())])))
     (before, weights, known), (own, own_weights, completed) = found
     assert own == pytest.approx(before, rel=1e-5, abs=1e-6)
     assert own["ratio"] == pytest.approx(1.0, abs=1e-6)

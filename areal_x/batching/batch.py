@@ -20,7 +20,7 @@ from areal_x.algorithms.kl import k1
 from areal_x.algorithms.parts import call_by_name, parameter_names
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import UserError, function_name
-from areal_x.protocols.trainer import KeepsLogprobs, RestsOnHost, Scorer, Trainer
+from areal_x.protocols.trainer import RestsOnHost, Scorer, Trainer
 from areal_x.runtime import interrupts
 from areal_x.types import NOT_THE_POLICY, Batch, Episode, Group, Trajectory
 
@@ -472,21 +472,6 @@ def corrected_weights(batch: Batch, weights: np.ndarray, algorithm: Algorithm) -
         factors, batch.shape, "corrections", algorithm.corrections
     )
     return corrected
-
-
-def complete(batches: Sequence[Batch], algorithm: Algorithm, trainer: Trainer) -> Sequence[Batch]:
-    """Adds to batches whose proximal log-probabilities were left to the step (`own_pass`) what the
-    trainer kept of them, for those who look at the batches afterwards: the log-probabilities, 0 where
-    nothing is trained, and the corrected weights. Does nothing if the trainer kept none."""
-    if all(batch.proximal_logp is not None for batch in batches):
-        return batches
-    logp = trainer.step_logprobs() if isinstance(trainer, KeepsLogprobs) else None
-    if logp is None:
-        return batches
-    (batch,) = batches  # with several optimizer steps there is none without
-    batch = batch.replace(proximal_logp=logp)
-    weights = corrected_weights(batch, np.asarray(batch.weights), algorithm)
-    return [batch.replace(weights=weights.astype(np.float32))]
 
 
 def checked_array(

@@ -66,14 +66,17 @@ class Dealer:
         ), division
 
     def outputs(
-        self, batch: Batch, division: Division | None, returned: Sequence[np.ndarray | None]
+        self,
+        shape: tuple[int, ...],
+        division: Division | None,
+        returned: Sequence[np.ndarray | None],
     ) -> Float32[np.ndarray, "rows length"]:
-        """Returns the rows that the speakers returned, in the batch's order. returned: by each
-        process."""
+        """Returns the rows that the speakers returned, in the batch's order, 0 in rows that nobody
+        read. shape: of the batch's rows. returned: by each process."""
         if division is None:
             assert returned[0] is not None
             return returned[0]
-        found = np.zeros(batch.shape, np.float32)
+        found = np.zeros(shape, np.float32)
         for rank in self.speakers:
             found[division.rows(self._shares[rank].own)] = returned[rank]
         return found

@@ -13,9 +13,10 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.cluster.dealing import Dealer
-from areal_x.cluster.gang import Gang
+from areal_x.cluster.gang import Gang, PerNode
 from areal_x.cluster.rank import Built, mark_of, outcome_of
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.protocols.shares import Division, StepOutput
 from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.runtime.timeline import Interval
@@ -32,8 +33,10 @@ class GangTrainer:
         self, gang: Gang, name: str, built: Built, dealer: Dealer, loss: Loss | None
     ) -> None:
         self.version = built.version
-        self._threads = built.threads
+        self._threads, self._keeps = built.threads, built.keeps
         self._gang, self._name, self._dealer, self._loss = gang, name, dealer, loss
+        # of the last update: the shape of its rows, and their division
+        self._updated: tuple[tuple[int, ...], Division | None] | None = None
         self._writers: dict[Path, list[int]] = {}  # of a folder, the processes that see it
 
     @property
@@ -54,22 +57,36 @@ class GangTrainer:
     def _outputs(self, method: str, batch: Batch) -> np.ndarray:
         dealt, division = self._dealer.deal(batch, "outputs")
         asked = "outputs", self._name, method, self._dealer.speakers
-        returned: list[np.ndarray | None]
+        return self._dealer.outputs(batch.shape, division, self._of_speakers(*asked, batch=dealt))
+
+    def _of_speakers(self, *call: Any, **batch: PerNode) -> list[np.ndarray | None]:
+        """Returns what the processes, or at least all speakers, return of a call."""
         if self._dealer.speakers == [0]:
-            returned = [self._gang.call(*asked, batch=dealt)]
-        else:
-            returned = self._gang.gather(*asked, batch=dealt)
-        found: np.ndarray = self._dealer.outputs(batch, division, returned)
-        return found
+            return [self._gang.call(*call, **batch)]
+        return self._gang.gather(*call, **batch)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if loss is not self._loss:
             raise ValueError(f"the processes have one loss for the {self._name}; this is another")
-        dealt, _ = self._dealer.deal(batch, "update")
+        dealt, division = self._dealer.deal(batch, "update")
         row: dict[str, float]
         row, differ = self._gang.measured("update", self._name, batch=dealt)
+        self._updated = batch.shape, division
         self.version += 1
         return row | differ
+
+    def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
+        return self._kept("logprobs")
+
+    def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
+        return self._kept("entropies")
+
+    def _kept(self, output: StepOutput) -> np.ndarray | None:
+        if self._updated is None or output not in self._keeps:
+            return None
+        shape, division = self._updated
+        asked = "step_output", self._name, output, self._dealer.speakers, division is not None
+        return self._dealer.outputs(shape, division, self._of_speakers(*asked))
 
     def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in self._gang.stream("tensors", self._name, "weights"):

@@ -27,9 +27,15 @@ from areal_x.hf.model_dir import exhaust
 from areal_x.hf.weight_copy import Turns, WeightCopy, write_shards
 from areal_x.protocols.backends import create_trainer, load_backend
 from areal_x.protocols.sampler import Decoded, Sampler
-from areal_x.protocols.shares import Shares, SharingTrainer
+from areal_x.protocols.shares import KeepsShares, Shares, SharingTrainer, StepOutput
 from areal_x.protocols.speculation import Speculation
-from areal_x.protocols.trainer import MeasuresMemory, Trainer, Wait
+from areal_x.protocols.trainer import (
+    KeepsEntropies,
+    KeepsLogprobs,
+    MeasuresMemory,
+    Trainer,
+    Wait,
+)
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss
 
@@ -67,6 +73,9 @@ class Built:
     threads: int | None
     """The trainer's `threads`."""
 
+    keeps: tuple[StepOutput, ...] = ()
+    """What it keeps of a step's own forward pass."""
+
 
 def mark_of(folder: Path, rank: int) -> Path:
     """Returns the file by which the driver sees that a process can write to a folder."""
@@ -76,6 +85,25 @@ def mark_of(folder: Path, rank: int) -> Path:
 def outcome_of(folder: Path, rank: int) -> Path:
     """Returns the file in which a process lists the weights that it wrote, or its error."""
     return folder / f"rank-{rank}.json"
+
+
+STEP_OUTPUTS: dict[StepOutput, str] = {
+    "logprobs": "step_logprobs",
+    "entropies": "step_entropies",
+}
+
+
+def kept_by(trainer: Trainer, config: TrainerConfig) -> tuple[StepOutput, ...]:
+    """Returns what a trainer keeps of each step."""
+    if config.head != "policy":
+        return ()
+    shared = isinstance(trainer, SharingTrainer) and not trainer.shares.is_all
+    if shared and not isinstance(trainer, KeepsShares):
+        return ()
+    keeps: list[StepOutput] = ["logprobs"] if isinstance(trainer, KeepsLogprobs) else []
+    if config.entropy and isinstance(trainer, KeepsEntropies):
+        keeps.append("entropies")
+    return tuple(keeps)
 
 
 class Rank:
@@ -129,6 +157,7 @@ class Rank:
                 trainer.version,
                 trainer.shares if isinstance(trainer, SharingTrainer) else None,
                 trainer.threads,
+                kept_by(trainer, self._spec.configs[name]),
             )
             for name, trainer in self._trainers.items()
         }
@@ -156,6 +185,20 @@ class Rank:
             assert isinstance(trainer, SharingTrainer)
             part = batch[trainer.shares.own]
             found = trainer.outputs_share(method, part.rows, part.whole)
+        return found if self.rank in speakers else None
+
+    def step_output(
+        self, name: str, output: StepOutput, speakers: Sequence[int], shared: bool
+    ) -> np.ndarray | None:
+        """Returns what the last update kept, of the rows that this process was given then; None in
+        processes that are no speakers. shared: that these were parts."""
+        trainer = self._trainers[name]
+        found: np.ndarray | None
+        if shared:
+            assert isinstance(trainer, KeepsShares)
+            found = trainer.step_share(output)
+        else:
+            found = getattr(trainer, STEP_OUTPUTS[output])()
         return found if self.rank in speakers else None
 
     def tensors(self, name: str, method: str) -> Iterator[tuple[str, np.ndarray]]:

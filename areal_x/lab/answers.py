@@ -32,8 +32,8 @@ NOT_RECORDED = "recorded for a share of the groups (journal.token_share), and no
 NOT_COMPUTED = {
     "advantages": "the algorithm has no advantages",
     "trainer_logprobs": (
-        "the step kept no log-probabilities: several optimizer steps of one pass, or a trainer in"
-        " several processes"
+        "the trainer kept none: its head has no log-probabilities, its backend keeps none, or a"
+        " version before this one wrote the journal"
     ),
     "entropies": "the loss needs no entropy: journal.entropy = True computes it for the journal",
 }

@@ -1,8 +1,8 @@
 """Collects what a step made of the tokens of some of its groups, for the run's journal.
 
 Everything is there once the step is over: advantages on the host, and log-probabilities and
-entropies of the step's own forward pass on the devices, or those of the pass before it. Nothing is
-computed for the record, and its copies wait for nothing: `update` has returned the step's metrics.
+entropies of the step's own forward passes (areal_x.batching.step_outputs), or those of the pass
+before it. Nothing is computed for the record.
 """
 
 from __future__ import annotations
@@ -12,31 +12,38 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_x.batching.batch import Minibatch
-from areal_x.protocols.trainer import KeepsEntropies, KeepsLogprobs, Trainer
+from areal_x.batching.step_outputs import StepOutputs, has_earlier_pass
 from areal_x.run.token_record import TokenRecord, is_recorded
 from areal_x.types import Batch
 
 
+def recorded_tickets(part: Minibatch, share: float) -> set[int]:
+    """Returns the tickets of a minibatch's groups that are recorded."""
+    return {ticket for ticket in part.tickets if is_recorded(ticket, share)}
+
+
 def token_records(
-    batches: Sequence[Batch], parts: Sequence[Minibatch], trainer: Trainer, share: float
+    batches: Sequence[Batch],
+    parts: Sequence[Minibatch],
+    outputs: Sequence[StepOutputs],
+    share: float,
 ) -> dict[int, TokenRecord]:
     """Returns the records of the groups of a step that are recorded, by ticket.
 
-    batches: as trained on, with what `complete` adds. trainer: after the step. With several
-    optimizer steps it has the last one's outputs alone, under other parameters than the first's, so
-    that only what was computed before the step is recorded then.
+    batches: as trained on, with what `complete` adds. outputs: of each batch's optimizer step.
     """
-    tickets = {ticket for part in parts for ticket in part.tickets if is_recorded(ticket, share)}
-    if not tickets:
-        return {}
     found = {}
-    for batch, part in zip(batches, parts, strict=True):
+    for batch, part, kept in zip(batches, parts, outputs, strict=True):
+        if not (tickets := recorded_tickets(part, share)):
+            continue
         arrays = {
-            "logprobs": logprobs_of(batch, trainer, len(batches) == 1),
-            "advantages": None if batch.advantages is None else np.asarray(batch.advantages),
-            "entropies": entropies_of(trainer, len(batches) == 1),
+            "logprobs": logprobs_of(batch, kept),
+            "advantages": batch.advantages,
+            "entropies": of_trained(batch, kept.entropies),
         }
-        there = {name: part.packed.gather(x) for name, x in arrays.items() if x is not None}
+        there = {
+            name: part.packed.gather(np.asarray(x)) for name, x in arrays.items() if x is not None
+        }
         ticket_of = [part.tickets[e] for e in part.episode_of]
         for ticket in tickets.intersection(ticket_of):
             own = [i for i, other in enumerate(ticket_of) if other == ticket]
@@ -49,17 +56,15 @@ def token_records(
     return found
 
 
-def logprobs_of(batch: Batch, trainer: Trainer, only_step: bool) -> np.ndarray | None:
-    """Returns the log-probabilities under the trainer before the step, if something computed
-    them."""
-    if batch.proximal_logp is not None and batch.proximal_logp is not batch.behavior_logp:
+def logprobs_of(batch: Batch, kept: StepOutputs) -> np.ndarray | None:
+    """Returns the log-probabilities under the trainer before the step, or before the optimizer step
+    that the tokens were in, if something computed them."""
+    if kept.logprobs is None and has_earlier_pass(batch):
         return np.asarray(batch.proximal_logp)
-    if only_step and isinstance(trainer, KeepsLogprobs):
-        return trainer.step_logprobs()
-    return None
+    return of_trained(batch, kept.logprobs)
 
 
-def entropies_of(trainer: Trainer, only_step: bool) -> np.ndarray | None:
-    if only_step and isinstance(trainer, KeepsEntropies):
-        return trainer.step_entropies()
-    return None
+def of_trained(batch: Batch, x: np.ndarray | None) -> np.ndarray | None:
+    """Returns an output of the step with NaN in place of 0 where nothing was trained: tokens of
+    trajectories that the algorithm left out."""
+    return None if x is None else np.where(batch.mask, x, np.nan)

@@ -25,6 +25,9 @@ from areal_x.types import Batch, Loss
 Purpose = Literal["update", "outputs"]
 """What the rows are for: a step, or log-probabilities or values."""
 
+StepOutput = Literal["logprobs", "entropies"]
+"""What a trainer may keep of a step's own forward pass."""
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -84,6 +87,18 @@ class SharingTrainer(Protocol):
     ) -> Float32[np.ndarray, "own_rows length"]:
         """Returns what `Trainer.logprobs` or `Trainer.values` does, by the name of the method, for
         these rows. whole: of the division, for "outputs"."""
+        ...
+
+
+@runtime_checkable
+class KeepsShares(Protocol):
+    """A `SharingTrainer` that keeps outputs of a step's own forward pass, as
+    `areal_x.protocols.trainer.KeepsLogprobs` and `KeepsEntropies` do."""
+
+    def step_share(self, output: StepOutput) -> Float32[np.ndarray, "own_rows length"] | None:
+        """Returns the output at the trained tokens of the rows of the last `update_share`, under the
+        parameters before it, and 0 for all others; None if the step computed none. All processes
+        call it together."""
         ...
 
 

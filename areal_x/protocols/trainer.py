@@ -132,7 +132,8 @@ class KeepsLogprobs(Protocol):
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
         """Returns those of the trained tokens of the last `update`, under the parameters before it,
-        and 0 for all others; None if its rows were in several processes."""
+        and 0 for all others. Processes that share the model call it together. None if the last step
+        was given shares of its rows (areal_x.protocols.shares.KeepsShares)."""
         ...
 
 
@@ -142,7 +143,7 @@ class KeepsEntropies(Protocol):
 
     def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
         """Returns those of the policy before the last `update` at its trained tokens, and 0 for all
-        others; None if it computed none, or its rows were in several processes."""
+        others; None if it computed none. Otherwise as `KeepsLogprobs.step_logprobs`."""
         ...
 
 

@@ -24,11 +24,14 @@ class TokenRecord:
     None for what the step did not compute."""
 
     logprobs: Float[np.ndarray, " trained"] | None = None
-    """Under the trainer, before the step; the engine's are in the trajectory."""
+    """Under the trainer, before the step, or without a pass for that before the optimizer step of the
+    token's minibatch; NaN at tokens that the algorithm left out. The engine's are in the
+    trajectory."""
 
     advantages: Float[np.ndarray, " trained"] | None = None
     entropies: Float[np.ndarray, " trained"] | None = None
-    """Of the trainer's distribution, before the step."""
+    """Of the trainer's distribution, before the optimizer step of the token's minibatch; NaN as
+    above."""
 
     def encode(self) -> bytes:
         """Returns the record as bytes. Log-probabilities are kept in single precision, because their

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_x.algorithms import losses
 from areal_x.cluster.dealing import Dealer, speakers
+from areal_x.cluster.gang import PerNode
+from areal_x.cluster.ganged import GangTrainer
 from areal_x.cluster.on_ray import bytes_of
 from areal_x.cluster.rank import Built, Rank, RankSpec
 from areal_x.protocols import backends
@@ -46,7 +50,7 @@ def test_every_row_with_a_sequence_is_read_by_one_share(
     assert sorted(read) == sorted(batch.tokens[batch.mask])
     if purpose == "outputs":
         returned = [parts[(share,)].rows.tokens.astype(np.float32) for share in range(count)]
-        np.testing.assert_array_equal(dealer.outputs(batch, division, returned), batch.tokens)
+        np.testing.assert_array_equal(dealer.outputs(batch.shape, division, returned), batch.tokens)
 
 
 def test_a_node_is_given_the_rows_of_its_processes_alone_and_once() -> None:
@@ -94,6 +98,75 @@ def test_only_a_trainer_that_reads_shares_declares_them(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_both_backends_divide_batches(backend: str) -> None:
     assert isinstance(pytest.importorskip(backend), SharingBackend)
+
+
+class Kept(SimpleNamespace):
+    """A trainer whose outputs of a step are the tokens that it read, and their negatives."""
+
+    version, threads = 0, None
+
+    def update_share(self, rows: Batch, whole: object, loss: object) -> dict[str, float]:
+        self.rows = np.where(rows.mask, rows.tokens, 0).astype(np.float32)
+        return {"loss": 0.0}
+
+    def update(self, batch: Batch, loss: object) -> dict[str, float]:
+        return self.update_share(batch, None, loss)
+
+    def outputs_share(self, *_: object) -> None: ...
+
+    def step_share(self, output: str) -> np.ndarray:
+        return self.rows if output == "logprobs" else -self.rows
+
+    def step_logprobs(self) -> np.ndarray:
+        return self.step_share("logprobs")
+
+    def step_entropies(self) -> np.ndarray:
+        return self.step_share("entropies")
+
+
+class Processes:
+    """The processes of a gang, one after the other, each on a node of its own."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks, self.nodes = ranks, [str(rank.rank) for rank in ranks]
+
+    def gather(self, method: str, *arguments: object, batch: PerNode | None = None) -> list[Any]:
+        of_node = [()] * len(self.ranks) if batch is None else [(batch.values[node],) for node in self.nodes]
+        return [getattr(rank, method)(*arguments, *more) for rank, more in zip(self.ranks, of_node, strict=True)]
+
+    def call(self, *arguments: Any, **batch: Any) -> Any:
+        return self.gather(*arguments, **batch)[0]
+
+    def measured(self, *arguments: Any, **batch: Any) -> tuple[Any, dict[str, float]]:
+        return self.call(*arguments, **batch), {}
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_processes_keep_of_a_step_comes_back_in_the_order_of_the_batch(
+    backend: str, divides: bool, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainerConfig(model=ModelConfig(path="policy"), micro_batch_rows=1, entropy=entropy)
+    ranks = [Rank(RankSpec(backend, 4, {"policy": config}, {"policy": losses.sft}, ""), number) for number in range(4)]
+    built = []
+    for number, rank in enumerate(ranks):  # the processes of a pair read the same rows
+        trainer = Kept(shares=Shares((number // 2,), 2) if divides else Shares((0,), 1))
+        monkeypatch.setattr("areal_x.cluster.rank.create_trainer", lambda *_, trainer=trainer: trainer)
+        built.append(rank.build()["policy"])
+    gang: Any = Processes(ranks)
+    dealer = Dealer(pytest.importorskip(backend), config, [one.shares for one in built], gang.nodes)
+    trainer = GangTrainer(gang, "policy", built[0], dealer, losses.sft)
+    assert trainer.step_logprobs() is None  # before any step
+    for lengths in ([3, 8, 0, 5, 1], [4, 2]):
+        batch = batch_of(lengths)
+        trainer.update(batch, losses.sft)
+        expected = np.where(batch.mask, batch.tokens, 0)
+        np.testing.assert_array_equal(trainer.step_logprobs(), expected)
+        if entropy:
+            np.testing.assert_array_equal(trainer.step_entropies(), -expected)
+        else:
+            assert trainer.step_entropies() is None
 
 
 def test_each_share_is_returned_by_the_first_process_that_has_it() -> None:

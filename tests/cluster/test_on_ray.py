@@ -17,7 +17,16 @@ from areal_x.monitor.metrics import read
 from areal_x.run import checkpoint
 from areal_x.runtime import timeline
 from tests.cluster.cluster import Cluster, cluster
-from tests.launching import ONLINE, WRITTEN, Process, assert_measured_alike, command_of, finished, started
+from tests.launching import (
+    ONLINE,
+    WRITTEN,
+    Process,
+    assert_measured_alike,
+    assert_recorded_alike,
+    command_of,
+    finished,
+    started,
+)
 from tests.thorough import further, thorough
 
 pytest.importorskip("ray")
@@ -73,9 +82,11 @@ def test_two_processes_measure_what_one_does_alone(
     backend: str, mesh: Sequence[str], ray: Cluster, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    finished(command_of(tiny_model_dir, one, ONLINE, backend, "mesh.fsdp = 1"), 1, 1, one)
-    finished(command_of(tiny_model_dir, two, ONLINE, backend, *mesh), 1, 1, two, **ray.environment)
+    recorded = "journal.token_share = 1.0", "journal.entropy = True"
+    finished(command_of(tiny_model_dir, one, ONLINE, backend, *recorded, "mesh.fsdp = 1"), 1, 1, one)
+    finished(command_of(tiny_model_dir, two, ONLINE, backend, *recorded, *mesh), 1, 1, two, **ray.environment)
     assert_measured_alike(one, two)
+    assert_recorded_alike(one, two)
     lanes = timeline.read(two / "runs" / "run")
     for of_rank in ("rank 0", "rank 1"):
         assert [call.name for call in lanes[of_rank]].count("update") == 2

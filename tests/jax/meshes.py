@@ -87,6 +87,7 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
         learned.append(trainer.update(batch, LOSS))
         if before is not None:
             np.testing.assert_allclose(trainer.step_logprobs(), np.where(batch.mask, before, 0), rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(trainer.step_share("logprobs"), trainer.step_logprobs())  # one process has all
         if mesh and step == UPDATES // 2:  # the others are of a trainer that never rested
             on_devices.append(trainer.device_bytes())
             trainer.rest()

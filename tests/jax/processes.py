@@ -43,19 +43,23 @@ def make_models(directory: Path, optimizer: str, mesh: dict[str, int]) -> Models
         return Trainer(TrainerConfig(model=ModelConfig(path=str(directory)), optimizer=steps, **how, **changes))
 
     if optimizer != "adamw":  # once is enough
-        return Models(trainer())
-    return Models(trainer(), trainer(frozen=True), trainer(head="value"))
+        return Models(trainer(entropy=True))
+    return Models(trainer(entropy=True), trainer(frozen=True), trainer(head="value"))
 
 
 def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
     """Everything that a run asks its trainers; arrays as lists."""
     batches = [batch_of(VOCABULARY, step) for step in range(UPDATES)]
     assert_shares_are_rows(models.policy, batches[0])
-    learned = [models.policy.update(batch, losses.ppo_clip) for batch in batches]
+    learned, kept = [], []
+    for batch in batches:
+        learned.append(models.policy.update(batch, losses.ppo_clip))
+        kept.append(kept_of(models.policy, batch))
     save(models.policy, folder / name)
     found = {
         "loss": [row["loss"] for row in learned],
         "grad_norm": [row["grad_norm"] for row in learned],
+        "kept": kept,
         "logp": models.policy.logprobs(batches[0]).tolist(),
         "weights": {tensor: float(np.abs(x).sum()) for tensor, x in models.policy.weights()},
         "snapshot": float(np.abs(np.asarray(sampled_from(models.policy)["embed"])).sum()),
@@ -79,6 +83,15 @@ def assert_shares_are_rows(trainer: Trainer, batch: Batch) -> None:
         own = division.rows(trainer.shares.own)
         outputs = trainer.outputs_share("logprobs", own_rows(some, own), division.whole)
         assert (outputs == trainer.logprobs(some)[own]).all()
+
+
+def kept_of(trainer: Trainer, batch: Batch) -> list[Any]:
+    """The log-probabilities and entropies of the last step, of which this process alone returns its rows."""
+    found: list[Any] = [trainer.step_logprobs(), trainer.step_entropies()]
+    own = divide(trainer.config, batch, trainer.shares.count, "update").rows(trainer.shares.own)
+    for output, of_all in zip(("logprobs", "entropies"), found, strict=True):
+        assert (trainer.step_share(output) == of_all[own]).all()
+    return [x.tolist() for x in found]
 
 
 def save(trainer: Any, directory: Path) -> None:

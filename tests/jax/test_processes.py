@@ -44,7 +44,7 @@ def test_two_processes_of_two_devices_learn_what_one_of_four_does(asked: Path, m
     assert two.keys() == one.keys()
     for of_steps in {"loss", "grad_norm", "critic"} & two.keys():
         np.testing.assert_allclose(two[of_steps], one[of_steps], rtol=1e-5)
-    for of_tokens in {"logp", "reference", "values"} & two.keys():
+    for of_tokens in {"kept", "logp", "reference", "values"} & two.keys():
         np.testing.assert_allclose(two[of_tokens], one[of_tokens], atol=1e-4)
     assert list(two["weights"]) == list(one["weights"])
     np.testing.assert_allclose(list(two["weights"].values()), list(one["weights"].values()), rtol=1e-5)

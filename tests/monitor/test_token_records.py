@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_x.algorithms import recipes
+from areal_x.batching.batch import pack_minibatches, without_truncated
+from areal_x.batching.step_outputs import StepOutputs
+from areal_x.monitor.token_records import token_records
 from areal_x.monitor.trajectories import trained
-from areal_x.run.journal import FILE, Journal, JournalConfig
+from areal_x.run.journal import Journal, JournalConfig
 from areal_x.run.token_record import TokenRecord, is_recorded, of_trajectories
 from areal_x.testing.reference import Reference
-from areal_x.types import Group, Task, Turn
+from areal_x.types import Episode, Group, Scored, Task, Trajectory, Turn
 from tests.experiments import BACKEND, tiny_experiment
+from tests.launching import records
 from tests.thorough import further
-
-
-def records(run: Path) -> dict[int, tuple[int, TokenRecord]]:
-    with sqlite3.connect(run / FILE) as connection:
-        found = connection.execute("SELECT ticket, step, content FROM trained ORDER BY ticket").fetchall()
-    connection.close()
-    return {ticket: (step, TokenRecord.decode(content)) for ticket, step, content in found}
 
 
 def run_of(model: Path, runs: Path, **changes: Any) -> tuple[Path, list[Turn]]:
@@ -40,46 +36,68 @@ def masks_of(group: Group) -> list[np.ndarray]:
 
 
 WAYS = [
-    ("own pass", {"backend": BACKEND, "algorithm": recipes.grpo()}),
+    ("own passes", {"backend": BACKEND, "algorithm": recipes.grpo(), "minibatches": 2}),
     *further(
-        ("own pass of jax", {"backend": "jax", "algorithm": recipes.grpo()}),
-        ("no pass", {"backend": BACKEND, "algorithm": recipes.grpo(), "minibatches": 2}),
+        ("own passes of jax", {"backend": "jax", "algorithm": recipes.grpo(), "minibatches": 2}),
+        ("one own pass", {"backend": BACKEND, "algorithm": recipes.decoupled_ppo()}),
         ("a pass before", {"backend": BACKEND, "algorithm": recipes.decoupled_ppo(), "minibatches": 2}),
         ("shared prompts", {"backend": BACKEND, "algorithm": recipes.grpo(), "share_prompts": True}),
     ),
 ]
 
 
+@pytest.fixture
+def saved(monkeypatch, tmp_path) -> list[Path]:
+    """The policy before each optimizer step of the test's runs."""
+    found: list[Path] = []
+    for backend in ("jax", "torch"):
+        trainer = pytest.importorskip(f"areal_x_{backend}.trainer").Trainer
+
+        def saving(self: Any, *arguments: Any, made: Any = trainer.update) -> Any:
+            found.append(tmp_path / f"before-{len(found)}")
+            self.save(found[-1])
+            return made(self, *arguments)
+
+        monkeypatch.setattr(trainer, "update", saving)
+    return found
+
+
 @pytest.mark.parametrize(("name", "changes"), WAYS)
-def test_a_record_is_what_the_batches_and_an_independent_model_have(name, changes, tiny_model_dir, tmp_path) -> None:
+def test_a_record_is_what_the_batches_and_an_independent_model_have(name, changes, tiny_model_dir, tmp_path, saved) -> None:
     journal = JournalConfig(token_share=1.0, entropy=True)
     run, turns = run_of(tiny_model_dir, tmp_path, journal=journal, **changes)
     kept = records(run)
     assert [step for step, _ in kept.values()] == [1, 1, 2, 2]
+    minibatches = changes.get("minibatches", 1)
     for turn in turns[1:]:
         advantages = {id(t.trajectory): t.advantages for t in trained(turn)}
-        for group in turn.groups:
+        for place, group in enumerate(turn.groups):
             step, record = kept[group.ticket]
             assert step == turn.metrics["step"]
-            trajectories = [t for e in group.episodes for t in e.trajectories]
-            for t, own in zip(trajectories, of_trajectories(record.advantages, masks_of(group)), strict=True):
-                np.testing.assert_allclose(own[t.mask], advantages[id(t)][t.mask], atol=2e-3)
+            first, own_step = ((step - 1) * minibatches + x for x in (0, place % minibatches))
+            before = Reference(saved[first if name == "a pass before" else own_step])
+            masks, trajectories = masks_of(group), [t for e in group.episodes for t in e.trajectories]
+            arrays = (of_trajectories(x, masks) for x in (record.advantages, record.logprobs, record.entropies))
+            for t, own, own_logp, own_entropy in zip(trajectories, *arrays, strict=True):
                 assert np.isnan(own[~t.mask]).all()
-            if step > 1:
-                continue
-            for i, t in enumerate(trajectories):  # under the initial weights
-                logp = Reference(tiny_model_dir).distributions(t.tokens, 1.0)
-                chosen = [0.0, *logp[np.arange(len(t) - 1), t.tokens[1:]]]
-                entropy = [0.0, *-(np.exp(logp) * logp).sum(-1)[:-1]]
-                if record.logprobs is None:
-                    continue
-                own = of_trajectories(record.logprobs, masks_of(group))[i]
-                np.testing.assert_allclose(own[t.mask], np.array(chosen)[t.mask], atol=1e-4)
-                if record.entropies is not None:
-                    own = of_trajectories(record.entropies, masks_of(group))[i]
-                    np.testing.assert_allclose(own[t.mask], np.array(entropy)[t.mask], atol=5e-3)
-    assert (kept[0][1].entropies is None) == ("minibatches" in changes)
-    assert (kept[0][1].logprobs is None) == (name == "no pass")
+                np.testing.assert_allclose(own[t.mask], advantages[id(t)][t.mask], atol=2e-3)
+                logp = before.distributions(t.tokens, 1.0)
+                chosen = np.array([0.0, *logp[np.arange(len(t) - 1), t.tokens[1:]]])
+                np.testing.assert_allclose(own_logp[t.mask], chosen[t.mask], atol=1e-4)
+                logp = Reference(saved[own_step]).distributions(t.tokens, 1.0)
+                entropy = np.array([0.0, *-(np.exp(logp) * logp).sum(-1)[:-1]])
+                np.testing.assert_allclose(own_entropy[t.mask], entropy[t.mask], atol=5e-3)
+
+
+def test_tokens_that_the_algorithm_leaves_out_have_no_numbers_of_the_step() -> None:
+    made = (Trajectory.from_completion([1], [2, 3], [-1.0, -1.0], [0, 0], 1.0, why) for why in ("stop", "length"))
+    group = Group(Task("0", ""), 0, 0, tuple(Episode(Scored(1.0), (t,)) for t in made))
+    (part,) = pack_minibatches([group], recipes.grpo(), row_length=8)
+    batch = without_truncated(part.packed.batch, part)
+    outputs = StepOutputs(*(np.where(batch.mask, x, 0.0).astype(np.float32) for x in (-2.0, 3.0)))
+    record = token_records([batch], [part], [outputs], share=1.0)[0]
+    np.testing.assert_array_equal(record.logprobs, [-2, -2, np.nan, np.nan])
+    np.testing.assert_array_equal(TokenRecord.decode(record.encode()).entropies, [3, 3, np.nan, np.nan])
 
 
 def test_recording_changes_no_step_and_needs_no_forward_pass(tiny_model_dir, tmp_path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Bugs in what notebooks use: the token view's data, gradients without a model, forks."""
+"""Bugs in what notebooks and the lab use: the token view's data, records of tokens, gradients without a model, forks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,42 @@ MUTANTS: list[Mutant] = [
         ("the token view shows a group without training's numbers", '("trained", "consumed")', '("consumed", "trained")'),
         ("the token view ends after the first part", 'while found["end"] < found["length"]:', "while False:"),
         ("the widget imports by addresses that a notebook does not have", 'IMPORT.sub("", source)', "source"),
+    ),
+    *planted(
+        "areal_x/batching/step_outputs.py",
+        ("tests/monitor/test_token_records.py",),
+        (
+            "the last minibatch has the numbers of all",
+            "self.outputs[index] = StepOutputs(logprobs, entropies)",
+            "self.outputs = [StepOutputs(logprobs, entropies)] * len(self.outputs)",
+        ),
+        ("records have the sampling policy's numbers", "is not batch.behavior_logp", "is not None"),
+    ),
+    *planted(
+        "areal_x/monitor/token_records.py",
+        ("tests/monitor/test_token_records.py",),
+        ("what was left out has a probability of 1", "np.where(batch.mask, x, np.nan)", "x"),
+    ),
+    *planted(
+        "areal_x/cluster/ganged.py",
+        ("tests/cluster/test_dealing.py",),
+        ("processes are asked for one output in place of the other", "self._name, output,", 'self._name, "logprobs",'),
+        ("the rows of one process are taken for all", "= batch.shape, division", "= batch.shape, None"),
+    ),
+    *planted(
+        "backends/torch/areal_x_torch/update.py",
+        ("tests/torch/test_processes.py::test_several_processes_learn_what_one_does[fsdp]",),
+        ("a blank row counts as one that was kept", "sorted(self.of_micro) if self.sizes[i]]", "sorted(self.of_micro)]"),
+    ),
+    *planted(
+        "backends/torch/areal_x_torch/update.py",
+        ("tests/torch/test_processes.py::test_several_processes_learn_what_one_does[stages]",),
+        ("the first stage returns that it kept nothing", "self.pipeline.stages.from_last(own)", "own"),
+    ),
+    *planted(
+        "backends/jax/areal_x_jax/trainer.py",
+        ("tests/jax/test_sharding.py",),
+        ("a process takes its part of a row for all of it", 'if self.partitioner.size("context") > 1:', "if False:"),
     ),
     *planted(
         "areal_x/batching/gradients.py",

@@ -105,7 +105,10 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, s
     batches = [batch_of(step, sees) for step in range(UPDATES)]
     assert_shares_are_rows(policy, batches[0])
     found: dict[str, Any] = {"before": policy.logprobs(batches[0]).tolist()}
-    found["updates"] = [policy.update(batch, loss) for batch in batches]
+    found["updates"], found["kept"] = [], []
+    for batch in batches:
+        found["updates"].append(policy.update(batch, loss))
+        found["kept"].append(kept_of(policy, batch))
     spoilt = batches[0].replace(weights=np.full_like(batches[0].weights, np.nan))
     found["skipped"] = policy.update(spoilt, loss)["skipped"]
     found["logp"] = policy.logprobs(batches[0]).tolist()
@@ -149,6 +152,15 @@ def assert_shares_are_rows(trainer: Trainer, batch: Batch) -> None:
         own = division.rows(trainer.shares.own)
         outputs = trainer.outputs_share("logprobs", own_rows(some, own), division.whole)
         assert (outputs == trainer.logprobs(some)[own]).all()
+
+
+def kept_of(trainer: Trainer, batch: Batch) -> list[Any]:
+    """The log-probabilities and entropies of the last step, of which this process alone returns its rows."""
+    found: list[Any] = [trainer.step_logprobs(), trainer.step_entropies()]
+    own = divide(trainer.config, batch, trainer.shares.count, "update").rows(trainer.shares.own)
+    for output, of_all in zip(("logprobs", "entropies"), found, strict=True):
+        assert (trainer.step_share(output) == of_all[own]).all()
+    return [x.tolist() for x in found]
 
 
 def save(trainer: Any, directory: Path) -> None:

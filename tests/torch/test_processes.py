@@ -197,7 +197,7 @@ def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
         assert together == pytest.approx(alone, rel=1e-5, abs=1e-6)
         assert alone["grad_norm"] > 0.05  # else the clip is not tested
     np.testing.assert_allclose(two["critic"], one["critic"], rtol=1e-5)
-    for of_tokens in ("before", "logp", "reference", "values"):
+    for of_tokens in ("before", "kept", "logp", "reference", "values"):
         np.testing.assert_allclose(two[of_tokens], one[of_tokens], atol=1e-5)
     for tensors in ("weights", "drawn_with", "critic weights"):
         assert list(two[tensors]) == list(one[tensors])

@@ -26,7 +26,7 @@ from areal_x.hf import adapters as adapter_files
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
-from areal_x.protocols.shares import blank_row, own_rows
+from areal_x.protocols.shares import StepOutput, blank_row, own_rows
 from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
@@ -151,11 +151,13 @@ class Trainer(HuggingFaceTrainer):
         self._reads_ends = platform == "gpu" and low and named and self.mesh.size == 1
         self._sets_optimizer = False
         self._steps: dict[tuple[Loss, bool], Any] = {}
-        # log-probabilities and entropies of the last step, and the number of its rows
+        # log-probabilities and entropies of the last step, the number of this process's rows, and that
+        # of all, if it knew the whole batch
         self._kept: tuple[jax.Array | None, jax.Array | None] = None, None
-        self._kept_rows = 0
+        self._kept_rows: tuple[int, int | None] = 0, None
         # Whole rows, so that a process with their first tokens has the others too.
         self._outputs = jax.jit(self.forward.outputs, out_shardings=self.whole_rows)
+        self._in_whole_rows = jax.jit(lambda x: x, out_shardings=self.whole_rows)
         self._copy = jax.jit(
             self.forward.copy_for_sampling,
             out_shardings=sampling_shardings(self.partitioner, self.arch),
@@ -176,7 +178,9 @@ class Trainer(HuggingFaceTrainer):
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         division = divide(self.config, batch, self.shares.count, "update")
         own = own_rows(batch, division.rows(self.shares.own))
-        return self.update_share(own, division.whole, loss)
+        results = self.update_share(own, division.whole, loss)
+        self._kept_rows = len(own.tokens), len(batch.tokens)
+        return results
 
     def update_share(self, rows: Batch, whole: WholeBatch, loss: Loss) -> dict[str, float]:
         self.need_weights(rows)
@@ -202,7 +206,7 @@ class Trainer(HuggingFaceTrainer):
         self.params, self.moments, results, self._kept = self._steps[loss, given](
             self.params, self.moments, self.base, self.teacher, laid_out, count, trained, *settings
         )
-        self._kept_rows = len(rows.tokens)
+        self._kept_rows = len(rows.tokens), None
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
         metrics = {name: float(x) for name, x in jax.device_get(results).items()}
@@ -214,15 +218,26 @@ class Trainer(HuggingFaceTrainer):
         self._sets_optimizer = True
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
-        return self._rows_of(self._kept[0])
+        return self._step_output(self._kept[0])
 
     def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
-        return self._rows_of(self._kept[1])
+        return self._step_output(self._kept[1])
 
-    def _rows_of(self, x: jax.Array | None) -> Float32[np.ndarray, "rows length"] | None:
-        if x is None or self.mesh.is_multi_process:
+    def _step_output(self, x: jax.Array | None) -> Float32[np.ndarray, "rows length"] | None:
+        _, rows = self._kept_rows
+        if x is None or rows is None:
             return None
-        return np.asarray(jax.device_get(x)).reshape(-1, x.shape[-1])[: self._kept_rows]
+        return np.asarray(jax.device_get(addressable(x))).reshape(-1, x.shape[-1])[:rows]
+
+    def step_share(self, output: StepOutput) -> Float32[np.ndarray, "own_rows length"] | None:
+        x = self._kept[0 if output == "logprobs" else 1]
+        if x is None:
+            return None
+        # Other processes may have a part of this one's rows.
+        if self.partitioner.size("context") > 1:
+            x = self._in_whole_rows(x)
+        own = own_blocks(x, self.shares)
+        return own.reshape(-1, own.shape[-1])[: self._kept_rows[0]]
 
     def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         if self.base is None:

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     def _keeps_logprobs(own: Trainer) -> trainer.KeepsLogprobs:
         return own
 
+    def _keeps_entropies(own: Trainer) -> trainer.KeepsEntropies:
+        return own
+
+    def _keeps_shares(own: Trainer) -> shares.KeepsShares:
+        return own
+
     def _sampler(own: Sampler) -> sampler.Sampler:
         return own
 

@@ -8,7 +8,7 @@ order, because they gather parameters together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from areal_x.hf import model_dir
 from areal_x.hf.image_format import takes_images
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
-from areal_x.protocols.shares import Shares, blank_row, own_rows
+from areal_x.protocols.shares import Shares, StepOutput, blank_row, own_rows
 from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
@@ -67,7 +67,7 @@ from areal_x_torch.sharding import (
 )
 from areal_x_torch.shares import MicroBatches, divide
 from areal_x_torch.tensor_split import replicated_in_tensor_group
-from areal_x_torch.update import Kept, Step, clip
+from areal_x_torch.update import KeptOutputs, Step, clip
 
 # The output of each method of a trainer, and the heads that have it.
 OUTPUTS = {"logprobs": ("logp", ("policy",)), "values": ("values", ("value", "reward"))}
@@ -162,10 +162,10 @@ class Trainer(HuggingFaceTrainer):
         if not config.frozen:
             self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
-        # log-probabilities and entropies of the last step, of each micro-batch
-        self._kept: list[Kept] = []
-        self._step_rows = np.arange(0)
-        self._step_shape = 0, 0
+        # What the last step gave of this process's rows. If it knew the whole batch: which rows of it
+        # they are, and its shape.
+        self._kept: KeptOutputs | None = None
+        self._step_rows: tuple[np.ndarray, tuple[int, int]] | None = None
 
     @property
     def threads(self) -> int | None:
@@ -179,8 +179,9 @@ class Trainer(HuggingFaceTrainer):
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         division = divide(self.config, batch, self.shares.count, "update")
         rows = division.rows(self.shares.own)
-        self._step_rows, self._step_shape = rows, batch.shape
-        return self.update_share(own_rows(batch, rows), division.whole, loss)
+        results = self.update_share(own_rows(batch, rows), division.whole, loss)
+        self._step_rows = rows, batch.shape
+        return results
 
     def update_share(self, rows: Batch, whole: MicroBatches, loss: Loss) -> dict[str, float]:
         self.need_weights(rows)
@@ -193,8 +194,11 @@ class Trainer(HuggingFaceTrainer):
         step = Step(
             loss, whole, self.forward, self.model, self.mesh, self.share, self.teacher, self.routers
         )
-        self._kept = step.kept
+        self._kept, self._step_rows = None, None
         step.add_gradients(rows)
+        self._kept = KeptOutputs(
+            step.kept, whole.sizes[:, self.share], rows.shape[1], self.device, self.pipeline
+        )
         load = step.load_of_all()
         metrics = step.metrics(load)
         sum_gradients(self.summed, self.mesh)
@@ -224,17 +228,26 @@ class Trainer(HuggingFaceTrainer):
         self.optimizer.set(config)
 
     def step_logprobs(self) -> Float32[np.ndarray, "rows length"] | None:
-        return self._rows_of([logp for logp, _ in self._kept if logp is not None])
+        return self._step_output("logprobs")
 
     def step_entropies(self) -> Float32[np.ndarray, "rows length"] | None:
-        return self._rows_of([entropy for _, entropy in self._kept if entropy is not None])
+        return self._step_output("entropies")
 
-    def _rows_of(self, kept: Sequence[Tensor]) -> Float32[np.ndarray, "rows length"] | None:
-        if not kept or self.mesh is not None:
+    def _step_output(self, output: StepOutput) -> Float32[np.ndarray, "rows length"] | None:
+        if self._step_rows is None or (own := self._own_step_output(output)) is None:
             return None
-        found = np.zeros(self._step_shape, np.float32)
-        found[self._step_rows] = torch.cat([*kept]).cpu().numpy()
-        return found
+        rows, shape = self._step_rows
+        everywhere = own.new_zeros(shape)
+        everywhere[to_tensor(rows, self.device)] = own
+        return sum_over_rows(everywhere, self.mesh).cpu().numpy()
+
+    def step_share(self, output: StepOutput) -> Float32[np.ndarray, "own_rows length"] | None:
+        own = self._own_step_output(output)
+        return None if own is None else own.cpu().numpy()
+
+    def _own_step_output(self, output: StepOutput) -> Float32[Tensor, "own_rows length"] | None:
+        computed = self.config.entropy if output == "entropies" else self.config.head == "policy"
+        return self._kept.rows(output) if computed and self._kept is not None else None
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         return self._all_tokens(batch, "logprobs")

@@ -11,16 +11,20 @@ All processes call these in this order, then `clip`, because each of them has co
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 import torch
+from jaxtyping import Float32, Int
+from numpy import ndarray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from areal_x.protocols.expert_load import max_violation
+from areal_x.protocols.shares import StepOutput
 from areal_x.protocols.trainer import is_max_reduced
 from areal_x.runtime.interrupts import raise_if_interrupted
 from areal_x.types import Batch, Loss, evaluate_loss
@@ -40,6 +44,34 @@ from areal_x_torch.sharding import (
 from areal_x_torch.shares import MicroBatches
 
 Kept: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""Log-probabilities and entropies of the rows of a micro-batch, 0 where nothing is trained."""
+
+
+@dataclass(frozen=True)
+class KeptOutputs:
+    """What the forward passes of a step gave of this process's rows."""
+
+    of_micro: Mapping[int, Kept]
+    """By micro-batch; those of a pipeline are on its last stage."""
+
+    sizes: Int[ndarray, " micro_batches"]
+    """Rows of each; a micro-batch without any has a blank one."""
+
+    length: int
+
+    device: torch.device
+
+    pipeline: Pipeline | None
+
+    def rows(self, output: StepOutput) -> Float32[Tensor, "own_rows length"]:
+        """Returns an output that the step computed. All stages of a pipeline call it together."""
+        outputs = [self.of_micro[i] for i in sorted(self.of_micro) if self.sizes[i]]
+        found = [logp if output == "logprobs" else entropy for logp, entropy in outputs]
+        rows = [x for x in found if x is not None]
+        if not rows:
+            rows = [torch.zeros((int(self.sizes.sum()), self.length), device=self.device)]
+        own = torch.cat(rows).float()
+        return own if self.pipeline is None else self.pipeline.stages.from_last(own)
 
 
 class Step:
@@ -66,8 +98,7 @@ class Step:
         zero = partial(torch.zeros, (), device=self.device)
         self.sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         self.largest: dict[str, Tensor] = defaultdict(zero)
-        # log-probabilities and entropies of each micro-batch, of this process's rows
-        self.kept: list[Kept] = []
+        self.kept: dict[int, Kept] = {}  # by micro-batch, of this process's rows
         self.load: dict[int, Tensor] = {}  # of each layer with experts, see `experts.Tally`
 
     def add_gradients(self, rows: Batch) -> None:
@@ -80,10 +111,9 @@ class Step:
             if self.mesh is None:  # others would wait in a collective
                 raise_if_interrupted()
             passes = self.forward.passes(packed, self.whole.passes[index])
-            total, kept = self._loss(packed, passes, index)
+            total = self._loss(packed, passes, index)
             if total.requires_grad:
                 total.backward()
-            self.kept.append(kept)
 
     def load_of_all(self) -> dict[int, Tensor]:
         """Returns the load of each of this process's layers with experts, over all processes; none
@@ -115,9 +145,9 @@ class Step:
         passes: Sequence[FlatRow],
         index: int,
         last: tuple[Chunk, States | None] | None = None,
-    ) -> tuple[Tensor, Kept]:
-        """Returns the loss of this process's rows of one micro-batch, and their log-probabilities and
-        entropies, if computed; adds their metrics to this step's. index: of the micro-batch. last: see
+    ) -> Tensor:
+        """Returns the loss of this process's rows of one micro-batch; adds their metrics to this step's,
+        and keeps their log-probabilities and entropies. index: of the micro-batch. last: see
         `Forward.policy`."""
         tokens = self.whole.step_trained
         # No loss reads the kept tokens, of which there may be many.
@@ -141,7 +171,8 @@ class Step:
             else:
                 self.largest[name] = self.largest[name]  # every process has the same names
         logp, entropy = (None if x is None else x.detach() for x in (policy.logp, policy.entropy))
-        return total, (logp, entropy)
+        self.kept[index] = logp, entropy
+        return total
 
     def _tally(self, chunk: Chunk | None) -> experts.Tally | None:
         """Returns the counts of this model's routers, or a chunk's, of which there are none yet; None
@@ -180,7 +211,7 @@ class Step:
             chunk, packed = pipeline.chunk(number), micro_batches[index]
             if chunk.is_last:
                 last = chunk, received
-                return self._loss(packed, passes[index], index, last)[0]
+                return self._loss(packed, passes[index], index, last)
             tally = self._tally(chunk)
             states = self.forward.states(packed, passes[index], chunk, received, tally)
             if tally is not None:
