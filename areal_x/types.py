@@ -7,6 +7,7 @@ outside a model's own head.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -402,12 +403,46 @@ LossTerms = tuple[Array, dict[str, Array]]
 Loss = Callable[[Policy, Batch], LossTerms]
 
 
+# How JAX and PyTorch refuse to give numpy an array whose gradient they follow.
+OF_NUMPY = re.compile("TracerArrayConversionError|call numpy\\(\\) on Tensor that requires grad")
+
+
+def usual_mistake(error: Exception, policy: Policy, batch: Batch) -> str | None:
+    """Returns what is wrong with a loss that raised this; None for an error that says it itself."""
+    if OF_NUMPY.search(f"{type(error).__name__}: {error}"):
+        return (
+            "calls numpy, through which no gradient goes: take the functions of"
+            " xp = array_namespace(policy.logp), from array_api_compat"
+        )
+    if "NoneType" in str(error):
+        there = [
+            f"{noun}.{f.name}"
+            for noun, of in (("policy", policy), ("batch", batch))
+            for f in fields(of)
+            if getattr(of, f.name) is not None
+        ]
+        return (
+            f"reads an array that this algorithm does not provide ({error}). There are:"
+            f" {', '.join(there)}; docs/extending.md (a loss) tells what provides others"
+        )
+    return None
+
+
 def evaluate_loss(loss: Loss, policy: Policy, batch: Batch) -> LossTerms:
     """Runs a loss, checks what it returned, and returns its terms and metrics.
 
-    Raises: UserError unless it returns one term per token, `[rows, length]`, and a dict of arrays.
+    Raises: UserError unless it returns one term per token, `[rows, length]`, and a dict of arrays, and
+    for a loss that calls numpy, or reads an array that is not there; whatever else the loss raises.
     """
-    returned, name = loss(policy, batch), function_name(loss)
+    name = function_name(loss)
+    try:
+        returned = loss(policy, batch)
+    except UserError:
+        raise
+    except Exception as error:
+        if (why := usual_mistake(error, policy, batch)) is None:
+            raise
+        raise UserError(f"the loss {name} {why}") from error
     wanted = f"an array {list(batch.mask.shape)}"
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise UserError(

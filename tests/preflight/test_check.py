@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
@@ -214,6 +215,14 @@ def misspelt(policy: Policy, batch: Batch) -> Any:
     return batch.advantage * policy.logp, {}
 
 
+def in_numpy(policy: Policy, batch: Batch) -> Any:
+    return masked(-np.exp(policy.logp), batch.mask), {}
+
+
+def of_entropy(policy: Policy, batch: Batch) -> Any:
+    return masked(-policy.entropy, batch.mask), {}
+
+
 def well(policy: Policy, batch: Batch) -> Any:
     return -masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask), {"seen": batch.mask * 1.0}
 
@@ -228,6 +237,11 @@ def well(policy: Policy, batch: Batch) -> Any:
         (a_number_as_metric, "the loss a_number_as_metric returned a float as its metric 'length'"),
         (without_mask, "the loss without_mask is not 0 where batch.mask is False"),
         (not_finite, "the loss not_finite or its gradient is not finite"),
+        (in_numpy, r"the loss in_numpy calls numpy, .* xp = array_namespace\(policy.logp\)"),
+        (
+            of_entropy,
+            "the loss of_entropy reads an array that this algorithm does not provide .*: policy.logp, batch",
+        ),
         (constant, "the loss constant has no gradient with respect to policy.logp: nothing would be learnt"),
     ],
 )
