@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,10 @@ from areal_x.runtime import guard
 from areal_x.runtime.hosts import Spread
 from areal_x.runtime.thread import OneThread, in_thread
 from areal_x.sandbox import pool as sandbox_pool
+from areal_x.sandbox.containers import command_line
+from areal_x.sandbox.containers.command_line import CommandLineContainers
+from areal_x.sandbox.containers.limits import ContainerLimits
+from areal_x.sandbox.containers.remote import RemoteContainer
 from areal_x.sandbox.pool import ProgramResult, Sandbox
 from areal_x.shards import messages
 from areal_x.shards.episodes import ShardedEpisodes
@@ -388,6 +393,60 @@ async def _(stall: Stall) -> None:
     await sandbox.start()
     slow_to_end(stall)
     await stall.for_episode(sandbox.close(), r" \(process \d+\)")
+
+
+# ---- containers
+
+
+class HeldMachine:
+    """It does everything when the stall ends."""
+
+    def __init__(self, stall: Stall) -> None:
+        self.held = stall.held
+
+    async def execute(self, words: Sequence[str], seconds: float, most: int) -> bytes:
+        await self.held()
+        return b"0 3\n42\n"
+
+    async def upload(self, path: str, content: bytes) -> None: ...
+
+    async def download(self, path: str, most: int) -> bytes:
+        await self.held()
+        return b"42"
+
+    async def remove(self) -> None:
+        await self.held()
+
+
+def held_container(stall: Stall) -> RemoteContainer:
+    return RemoteContainer(HeldMachine(stall), seconds=1, output_characters=100, copy_mb=1)
+
+
+@stall("its container to start")
+async def _(stall: Stall) -> None:
+    async def slowly(*_: Any) -> bytes:
+        await stall.held()
+        return b"ok"
+
+    stall.request.getfixturevalue("monkeypatch").setattr(command_line, "run_words", slowly)
+    starting = CommandLineContainers("podman", "an/image", ContainerLimits()).start()
+    assert isinstance(await stall.for_episode(starting, r" \(an/image\)"), RemoteContainer)
+
+
+@stall("a command in its container")
+async def _(stall: Stall) -> None:
+    result = await stall.for_episode(held_container(stall).run(["ls", "a b"]), r" \(ls 'a b'\)")
+    assert result.output == "42\n"
+
+
+@stall("files of its container")
+async def _(stall: Stall) -> None:
+    assert await stall.for_episode(held_container(stall).copy_out("a.txt"), r" \(a.txt\)") == b"42"
+
+
+@stall("its container to end")
+async def _(stall: Stall) -> None:
+    await stall.for_episode(held_container(stall).stop(), "")
 
 
 # ---- agents and the gateway

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from areal_x.agents.online import Online as Online
     from areal_x.agents.online import online_tasks as online_tasks
     from areal_x.agents.remote_agent import RemoteAgent as RemoteAgent
+    from areal_x.agents.swe import Swe as Swe
     from areal_x.agents.tools.bm25 import BM25 as BM25
     from areal_x.agents.tools.calculator import Calculator as Calculator
     from areal_x.agents.tools.documents import DocumentSearch as DocumentSearch
@@ -51,6 +52,7 @@ _NAMES = {
     "areal_x.agents.gateway": "Gateway SessionLimits",
     "areal_x.agents.online": "Online online_tasks",
     "areal_x.agents.remote_agent": "RemoteAgent",
+    "areal_x.agents.swe": "Swe",
     "areal_x.agents.tools.bm25": "BM25",
     "areal_x.agents.tools.calculator": "Calculator",
     "areal_x.agents.tools.documents": "DocumentSearch",

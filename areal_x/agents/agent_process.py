@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gin
 
@@ -37,6 +37,8 @@ class AgentProcess(AgentWorkflow):
     Everything that it started ends with it.
     """
 
+    binding: ClassVar[str] = "agent_process"
+
     command: tuple[str, ...]
     """The words of the command, in which {prompt} and {id} stand for the task's. No shell parses
     it."""
@@ -55,35 +57,49 @@ class AgentProcess(AgentWorkflow):
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
             raise ConfigError(
-                "agent_process.command", self.command, 'a tuple of words, as ("node", "agent.mjs")'
+                f"{self.binding}.command",
+                self.command,
+                'a tuple of words, as ("node", "agent.mjs")',
             )
         if isinstance(self.variables, str):
             raise ConfigError(
-                "agent_process.variables", self.variables, 'a tuple of names, as ("HTTPS_PROXY",)'
+                f"{self.binding}.variables",
+                self.variables,
+                'a tuple of names, as ("HTTPS_PROXY",)',
             )
-        at_least("agent_process.processes", self.processes, 1)
-        at_least("agent_process.output_kilobytes", self.output_kilobytes, 1)
+        at_least(f"{self.binding}.processes", self.processes, 1)
+        at_least(f"{self.binding}.output_kilobytes", self.output_kilobytes, 1)
 
     def setup(self, tokenizer: Any) -> Any:
         """Raises: UserError if the program does not exist."""
         program = self.command[0]
         if shutil.which(program) is None and not (Path(self.directory) / program).is_file():
             raise ConfigError(
-                "agent_process.command",
+                f"{self.binding}.command",
                 self.command,
                 f"a program that exists: no {program!r} was found",
             )
         return super().setup(tokenizer)
 
     async def work(self, task: Task, session: GatewaySession) -> AgentResult:
+        printed = await self.run_command(task, session, {})
+        return None if session.state.rewards else printed
+
+    async def run_command(
+        self, task: Task, session: GatewaySession, more: Mapping[str, str]
+    ) -> str:
+        """Runs the program and returns what it printed. more: variables of its environment.
+
+        Raises: ProgramFailed.
+        """
         address = Session(session.url, session.key)
         environment = {
             **inherited_environment(self.variables),
             **address.environment,
             **self.environment,
+            **more,
         }
         most = self.output_kilobytes * 1024
-        printed = await run_program(
+        return await run_program(
             self.command, task, environment, self.directory, most, self.processes
         )
-        return None if session.state.rewards else printed

@@ -1,13 +1,14 @@
 """Environments of the package `verifiers`: their tasks, and an agent that runs them unchanged and
-returns the reward of their rubric.
+returns their reward.
 
     train.dataset = @verifiers_tasks()
-    verifiers_tasks.environment = "my-environment"   # installed, as `verifiers.load_environment` finds it
+    verifiers_tasks.environment = "my-environment"   # an installed environment, or since 0.4 a taskset
     train.workflow = @agent()
     agent.solve = @verifiers_agent
 
-An environment reaches the model through the OpenAI client, at a session of the run's gateway. Needs
-verifiers 0.1.14 to 0.3; later versions have a different interface.
+An environment reaches the model at a session of the run's gateway. Versions 0.1.14 to 0.3 have
+environments with a rubric; 0.4 has tasksets, harnesses and runtimes
+(areal_x.agents.verifiers_tasksets), among them those of OpenEnv, NeMo Gym and Harbor.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any, Literal
 
 import gin
 
+from areal_x.agents import verifiers_tasksets
 from areal_x.errors import UserError, at_least, one_of
 from areal_x.types import Task
 
 # key of a task's metadata: the environment and its arguments, as `_environment` takes them
 ABOUT = "verifiers"
-NEEDED = "pip install 'verifiers>=0.1.14,<0.4'"
+NEEDED = "pip install 'verifiers>=0.1.14'"
 
 
 @gin.configurable
@@ -41,10 +43,13 @@ def verifiers_tasks(
     @verifiers_agent`.
 
     Args:
-        environment: Its name, for `verifiers.load_environment`.
-        split: "train" for its dataset, "test" for its evaluation dataset.
+        environment: Its name, for `verifiers.load_environment`; since 0.4 a taskset's id, as
+            `--env.taskset.id`.
+        split: "train" for its dataset, "test" for its evaluation dataset. Since 0.4 it is the
+            taskset's own setting `split`, if it has one.
         size: Number of tasks, from the start of the dataset; by default all.
-        arguments: The environment's own keyword arguments.
+        arguments: The environment's own keyword arguments. Since 0.4 the settings below `env`:
+            {"taskset": {…}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "docker"}}}.
 
     Raises: UserError if verifiers or the environment is not installed, and for arguments that the
     environment refuses.
@@ -52,6 +57,8 @@ def verifiers_tasks(
     one_of("verifiers_tasks.split", split, ("train", "test"))
     if size is not None:
         at_least("verifiers_tasks.size", size, 1)
+    if verifiers_tasksets.installed():
+        return verifiers_tasksets.tasks_of(environment, split, size, dict(arguments or {}))
     about = (environment, json.dumps(dict(arguments or {}), sort_keys=True))
     loaded = _environment(*about)
     rows = (loaded.get_dataset if split == "train" else loaded.get_eval_dataset)(n=size or -1)
@@ -68,11 +75,13 @@ def verifiers_tasks(
 
 @gin.configurable(denylist=["base_url", "api_key"])
 async def verifiers_agent(task: Task, base_url: str, api_key: str) -> float:
-    """Runs the task's environment against the model and returns the reward of its rubric.
+    """Runs the task's environment against the model and returns its reward.
 
     The prompt, tools, turns and scoring are the environment's. Raises: RuntimeError for a rollout
     that the environment aborted.
     """
+    if verifiers_tasksets.ABOUT in task.metadata:
+        return await verifiers_tasksets.play(task, base_url, api_key)
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.clients import OpenAIChatCompletionsClient
 
@@ -96,7 +105,7 @@ def _environment(name: str, arguments: str) -> Any:
         from verifiers import load_environment
     except ImportError as error:
         raise UserError(
-            f"verifiers_tasks needs verifiers older than 0.4 ({error}): {NEEDED}"
+            f"verifiers_tasks needs the package verifiers ({error}): {NEEDED}"
         ) from None
     try:
         with _signals_as_they_were():

@@ -1,11 +1,14 @@
-"""A program for the sandbox, sent there as source text: runs one shell command, in a folder that is
-passed in and out as an archive.
+"""A program for the sandbox, sent there as source text: runs one command in a folder that is passed
+in and out as an archive.
 
-Reads from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds,
-characters, test (True if the command tests the folder's contents, and so must not be influenced by
-them). Prints, as JSON: archive (of the folder afterwards), output (of the command; if longer than
-`characters`, the first and the last half), code (its exit status; None if its time was over;
-negative for a signal).
+Reads from standard input, as JSON: archive (of the folder, a tar in base64), add (more archives,
+each with the directory in which it is unpacked), command (a text for the shell, a list of words, or
+None), directory (below the folder), variables, seconds, characters, test (True if the command tests
+the folder's contents, and so must not be influenced by them), read (the path of a file whose
+content is wanted, or None), bytes (its largest size), keep (False if the folder is not needed
+afterwards). Prints, as JSON: archive (of the folder afterwards), output (of the command; if longer
+than `characters`, the first and the last half), code (its exit status; None if its time was over;
+negative for a signal), content (in base64; None if there is no such file), size (of that file).
 """
 
 from __future__ import annotations
@@ -33,22 +36,29 @@ MOVE_LAST = "import sys\nsys.path.remove({!r})\nsys.path.append({!r})\n"
 
 def main() -> None:
     request = json.load(sys.stdin)
-    unpack(request["archive"])
-    code = run(request["command"], request["seconds"], request["test"])
-    output = read_output(request["characters"])
-    json.dump({"archive": pack(), "output": output, "code": code}, sys.stdout)
+    unpack(request["archive"], FOLDER)
+    for archive, directory in request["add"]:
+        unpack(archive, FOLDER / directory)
+    code: int | None = 0
+    output = ""
+    if request["command"] is not None:
+        code = run(request)
+        output = read_output(request["characters"])
+    content, size = read_file(request["read"], request["bytes"])
+    reply = {"output": output, "code": code, "content": content, "size": size}
+    json.dump({**reply, "archive": pack() if request["keep"] else ""}, sys.stdout)
 
 
-def unpack(archive: str) -> None:
-    FOLDER.mkdir()
+def unpack(archive: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
         # Python 3.14's default filter would drop files that commands may create; before 3.11.4
         # there were no filters.
         filtering: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
-        tar.extractall(FOLDER, **filtering)
+        tar.extractall(folder, **filtering)
 
 
-def run(command: str, seconds: float, test: bool) -> int | None:
+def run(request: dict[str, Any]) -> int | None:
     """Returns the exit status. The output goes to a file, so that the sandbox's limit on files
     bounds it."""
     environment: dict[str, Any] = {
@@ -56,22 +66,27 @@ def run(command: str, seconds: float, test: bool) -> int | None:
         "HOME": str(FOLDER.resolve()),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    if test:
+    if request["test"]:
         environment |= isolated_environment()
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    words = [shutil.which("bash") or "sh", "-c", command]
+    command = request["command"]
+    words = [shutil.which("bash") or "sh", "-c", command] if isinstance(command, str) else command
     with OUTPUT.open("wb") as output:
-        process = subprocess.Popen(
-            words,
-            cwd=FOLDER,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                words,
+                cwd=FOLDER / request["directory"],
+                env=environment | request["variables"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:  # no such program or directory, as a shell reports it
+            output.write(f"{error.filename}: {error.strerror}\n".encode())
+            return 127
     try:
-        return process.wait(seconds)
+        return process.wait(request["seconds"])
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -103,6 +118,14 @@ def read_output(characters: int) -> str:
         f"{first}\n[output truncated: {size} bytes, the first and the last {half} are"
         f" shown]\n{last}"
     )
+
+
+def read_file(path: str | None, most: int) -> tuple[str | None, int]:
+    """Returns the content of a regular file of at most so many bytes, in base64, and its size."""
+    if path is None or not (file := FOLDER / path).is_file():
+        return None, 0
+    size = file.stat().st_size
+    return (base64.b64encode(file.read_bytes()).decode() if size <= most else None), size
 
 
 def pack() -> str:

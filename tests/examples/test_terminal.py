@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_x.agents.tools.terminal import Folder, Terminal, sandbox_for, share_of_tests
+from areal_x.agents.tools.terminal import Terminal, share_of_tests
 from areal_x.errors import ConfigError
+from areal_x.sandbox.folder import Folder, sandbox_for
 from areal_x.sandbox.pool import SandboxLimits
 from areal_x.types import Scored
 from examples.terminal import warm_start as module

@@ -12,9 +12,10 @@ import pytest
 
 from areal_x.agents.external_program import inherited_environment, run_program
 from areal_x.agents.tools.mcp_tools import McpServer
-from areal_x.agents.tools.terminal import Folder, Shell, sandbox_for
+from areal_x.agents.tools.terminal import Shell
 from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.rewards.pool import RewardPool
+from areal_x.sandbox.folder import Folder, sandbox_for
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
 from areal_x.types import Scored, Task
 from tests.rewards import reward_functions as rewards

@@ -42,6 +42,7 @@ OURS_TO_END = "waits for something to do, on a task or thread that its owner end
 
 REWARD, SERVER, STEP, AGENT = "its reward", "the server at {} to answer {}", "the trainer's step {}", "its agent"
 TOOL, GROUPS, EVALUATION, ENGINE = "its tool {}", "the groups of step {}", "the evaluation", "the engine"
+COMMAND, FILES, STOPPED = "a command in its container", "files of its container", "its container to end"
 SANDBOX, MCP, SENT = "its program in the sandbox", "the MCP server to start", "its weights to be sent"
 CHECKPOINT, ROLLOUT_END, CALL = "the checkpoint before to be completed", "the rollout to end", "the engine"
 
@@ -164,11 +165,37 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "rollout/episodes.py LocalEpisodes.evaluate_some: episode.result()": AT_ONCE,
     "rollout/runner.py Runner.run: async with asyncio.TaskGroup": Inside("its workflow"),
     "agents/json_checks/schemas.py _end: process.communicate()": AT_ONCE,
-    "agents/tools/terminal.py Folder.run: async with self._lock": Inside(SANDBOX),
+    "sandbox/folder.py Folder.add: async with self._lock": Inside(SANDBOX),
+    "sandbox/folder.py Folder.read: async with self._lock": Inside(SANDBOX),
+    "sandbox/folder.py Folder.run: async with self._lock": Inside(SANDBOX),
+    "sandbox/containers/command_line.py _write: await stream.drain": Inside(FILES),
+    "sandbox/containers/command_line.py run_words: await asyncio.create_subprocess_exec": Inside(COMMAND),
+    "sandbox/containers/command_line.py run_words: await asyncio.gather": Inside(COMMAND),
+    "sandbox/containers/command_line.py run_words: await process.wait": Inside(COMMAND),
+    "sandbox/containers/command_line.py works: subprocess.run()": Bounded("WORKS_SECONDS"),
+    "sandbox/containers/on_daytona.py DaytonaMachine.download: async for await self._sandbox.fs.download_file_stream(path, COPY_SECONDS)": (
+        Inside(FILES)
+    ),
+    "sandbox/containers/on_daytona.py DaytonaMachine.download: await self._sandbox.fs.download_file_stream": Inside(FILES),
+    "sandbox/containers/on_daytona.py DaytonaMachine.execute: await self._sandbox.process.exec": Inside(COMMAND),
+    "sandbox/containers/on_daytona.py DaytonaMachine.remove: await self._sandbox.delete": Inside(STOPPED),
+    "sandbox/containers/on_daytona.py DaytonaMachine.upload: await self._sandbox.fs.upload_file": Inside(FILES),
+    "sandbox/containers/on_e2b.py E2BMachine.download: async for reader": Inside(FILES),
+    "sandbox/containers/on_e2b.py E2BMachine.download: async with reader": Inside(FILES),
+    "sandbox/containers/on_e2b.py E2BMachine.remove: await self._sandbox.kill": Inside(STOPPED),
+    "sandbox/containers/on_e2b.py E2BMachine.upload: await self._sandbox.files.write": Inside(FILES),
+    "agents/container_door.py open_door.answer: await reader.readline": Bounded("REQUEST_SECONDS"),
+    "agents/container_door.py open_door.answer: await writer.drain": Bounded("REQUEST_SECONDS"),
+    "agents/container_door.py open_door: await asyncio.start_unix_server": AT_ONCE,
+    "agents/repository.py archive_of: subprocess.run()": Bounded("ARCHIVE_SECONDS"),
+    "agents/swe.py Swe.judge: async with self.container": Inside("its container to start"),
+    "agents/swe.py Swe.work: async with open_door": AT_ONCE,
+    "agents/swe.py Swe.work: async with self.container": Inside("its container to start"),
     "agents/tools/terminal.py Terminal.score: await asyncio.gather": Inside(SANDBOX),
     "agents/tools/toolbox.py FunctionTool.call: await result": Inside(TOOL),
     "agents/tools/toolbox.py FunctionTool.call: await self.function": Inside(TOOL),
     "agents/tools/toolbox.py Toolbox.setup: async with self._starting": Inside(MCP),
+    "agents/verifiers_tasksets.py play: async with environment.serving": Inside(AGENT),
     "agents/verifiers_environment.py verifiers_agent: async with AsyncOpenAI": Inside(AGENT),
     "agents/verifiers_environment.py verifiers_agent: await _environment().run_rollout": Inside(AGENT),
     "engines/vllm/gpu_transfer.py WeightSyncClient.finish_weight_update: self._begin().result()": Inside(SENT),

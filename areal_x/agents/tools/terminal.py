@@ -11,12 +11,7 @@ episode holds the folder as an archive.
 from __future__ import annotations
 
 import asyncio
-import base64
-import inspect
-import io
 import json
-import tarfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -28,108 +23,10 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.rewards.pool import Reward
 from areal_x.runtime.hosts import Hosts
-from areal_x.sandbox import shell
+from areal_x.sandbox.folder import Folder, sandbox_for
 from areal_x.sandbox.pool import Programs, Sandbox, SandboxLimits, SpreadSandbox
 from areal_x.types import Outcome, Task
 from areal_x.workflows.single_turn import RewardedWorkflow
-
-PROGRAM = inspect.getsource(shell)
-PACKING_SECONDS = 10.0  # for the archive, in addition to the command's time
-BASE64 = 4 / 3  # characters per byte
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """The result of a command. code: its exit status; None if it was killed. output: what it
-    printed."""
-
-    output: str
-    code: int | None
-    error: str | None = None
-
-    def text(self) -> str:
-        """Returns the text that the model reads."""
-        ended = self.error or (f"exit status {self.code}" if self.code else None)
-        return (
-            "\n".join(part for part in (self.output.rstrip("\n"), ended) if part)
-            or "(the command printed nothing)"
-        )
-
-
-class Folder:
-    """The files of one episode, on which commands run one after the other. sandbox: from
-    `sandbox_for` with the same limits.
-
-    The files are an archive, at most as large as that sandbox allows, however large they are when
-    it is unpacked for a command.
-    """
-
-    def __init__(self, sandbox: Programs, limits: SandboxLimits, files: Mapping[str, str]) -> None:
-        self._sandbox = sandbox
-        self._limits = limits
-        self._archive = pack_files(files)
-        self._lock = asyncio.Lock()
-
-    async def run(self, command: str) -> CommandResult:
-        """Runs a command and keeps its changes. A command that exceeds the limits on memory, files
-        or processes leaves the files unchanged."""
-        async with self._lock:
-            result, self._archive = await self._run(command, test=False)
-            return result
-
-    async def run_test(self, command: str) -> CommandResult:
-        """Runs a command and discards its changes, so any number may run at once. It reads no
-        settings from the folder, and no module there replaces one of Python's own."""
-        return (await self._run(command, test=True))[0]
-
-    async def _run(self, command: str, test: bool) -> tuple[CommandResult, str]:
-        limits = self._limits
-        held = self._archive
-        request = {
-            "archive": held,
-            "command": command,
-            "seconds": limits.seconds,
-            "characters": limits.output_characters,
-            "test": test,
-        }
-        result = await self._sandbox.run(PROGRAM, json.dumps(request))
-        if result.status != "ok" or result.truncated:
-            why = (
-                "the folder would grow beyond its limit"
-                if result.error is None
-                else result.error.splitlines()[-1]
-            )
-            return CommandResult(
-                "", None, f"{why}: the files are as they were before this command"
-            ), held
-        reply = json.loads(result.output)
-        late = (
-            f"the command was ended after {limits.seconds:g} seconds"
-            if reply["code"] is None
-            else None
-        )
-        return CommandResult(reply["output"], reply["code"], late), reply["archive"]
-
-
-def sandbox_for(limits: SandboxLimits, folder_mb: float, workers: int) -> Sandbox:
-    """Returns a sandbox whose programs have, in addition to a command's limits, the time and the
-    output that the archive takes."""
-    room = limits.output_characters + int(folder_mb * 1e6 * BASE64)
-    return Sandbox(
-        replace(limits, seconds=limits.seconds + PACKING_SECONDS, output_characters=room), workers
-    )
-
-
-def pack_files(files: Mapping[str, str]) -> str:
-    """A tar.gz of these texts, in base64."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
-        for name, text in files.items():
-            data = text.encode()
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            tar.addfile(about, io.BytesIO(data))
-    return base64.b64encode(packed.getvalue()).decode()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from areal_x.agents.tools.terminal import Folder, Shell, Terminal, sandbox_for, share_of_tests
+from areal_x.agents.tools.terminal import Shell, Terminal, share_of_tests
 from areal_x.errors import ConfigError, UserError
+from areal_x.sandbox.folder import Folder, sandbox_for
 from areal_x.sandbox.pool import SandboxLimits
 from areal_x.types import Scored, Task
 from tests.agents.chat.speaking import Says, tokenizer_of

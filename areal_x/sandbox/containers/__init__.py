@@ -1,0 +1,1 @@
+"""Containers: machines of their own for an episode, wherever they run (docs/sandbox.md#containers)."""
