@@ -85,7 +85,7 @@ def worked(issue: Issue) -> list[Turn]:
     return [
         *asked(issue),
         ("assistant", calling(TOOL, ARGUMENT, f"cat {kind.module}.py")),
-        ("tool", kind.file(issue.wrong)),
+        ("tool", kind.file(issue.wrong).strip()),  # as the template shows it
         ("assistant", calling(TOOL, ARGUMENT, issue.solution)),
         ("tool", SILENCE),
         ("assistant", calling(TOOL, ARGUMENT, SUBMIT)),

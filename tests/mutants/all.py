@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import (
     of_algorithms,
     of_code,
+    of_containers,
     of_ends,
     of_images_and_meshes,
     of_kept,
@@ -23,6 +24,7 @@ from tests.mutants import (
 MUTANTS = [
     *of_algorithms.MUTANTS,
     *of_code.MUTANTS,
+    *of_containers.MUTANTS,
     *of_trainers.MUTANTS,
     *of_runs.MUTANTS,
     *of_ends.MUTANTS,

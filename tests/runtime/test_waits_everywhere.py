@@ -173,9 +173,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "sandbox/containers/command_line.py run_words: await asyncio.gather": Inside(COMMAND),
     "sandbox/containers/command_line.py run_words: await process.wait": Inside(COMMAND),
     "sandbox/containers/command_line.py works: subprocess.run()": Bounded("WORKS_SECONDS"),
-    "sandbox/containers/on_daytona.py DaytonaMachine.download: async for await self._sandbox.fs.download_file_stream(path, COPY_SECONDS)": (
-        Inside(FILES)
-    ),
+    "sandbox/containers/on_daytona.py DaytonaMachine.download: async for parts": Inside(FILES),
     "sandbox/containers/on_daytona.py DaytonaMachine.download: await self._sandbox.fs.download_file_stream": Inside(FILES),
     "sandbox/containers/on_daytona.py DaytonaMachine.execute: await self._sandbox.process.exec": Inside(COMMAND),
     "sandbox/containers/on_daytona.py DaytonaMachine.remove: await self._sandbox.delete": Inside(STOPPED),

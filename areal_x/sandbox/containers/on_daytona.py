@@ -108,7 +108,8 @@ class DaytonaMachine:
     async def download(self, path: str, most: int) -> bytes:
         content = b""
         try:
-            async for part in await self._sandbox.fs.download_file_stream(path, COPY_SECONDS):
+            parts = await self._sandbox.fs.download_file_stream(path, COPY_SECONDS)
+            async for part in parts:
                 content += part
                 if len(content) >= most:
                     break
