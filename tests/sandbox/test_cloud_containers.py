@@ -28,14 +28,14 @@ def answer(command: str) -> str:
         return "ok\n"
     if "fail" in command:
         return ""
-    return "0 3\n42\n" if "cat" not in command else "3 3\n42\n"
+    return "3 3\n42\n" if command.endswith("false") else "0 3\n42\n"
 
 
 async def use(containers: Any) -> dict[str, Any]:
     """Does everything that a container can do."""
     container = await containers.start("an/image")
     done: dict[str, Any] = {"run": repr(await container.run(["ls", "a b; $HOME"], directory="sub", variables={"A": "1"}))}
-    assert await container.run(["ls"]) == CommandResult("42\n", 0)
+    assert await container.run(["false"]) == CommandResult("42\n", 3)
     await container.copy_in(b"archive")
     done["content"] = (await container.copy_out("patch")).decode()
     try:
@@ -115,7 +115,7 @@ async def e2b() -> dict[str, Any]:
             raise sdk.TimeoutException("no answer")
         printed = answer(command)
         if printed.startswith("3"):  # as the SDK reports a nonzero exit status
-            raise sdk.CommandExitException(stderr="", stdout=printed.replace("3 3", "0 3"), exit_code=3, error=None)
+            raise sdk.CommandExitException(stderr="", stdout=printed, exit_code=1, error=None)
         return sdk.CommandResult(stderr="", stdout=printed, exit_code=0, error=None)
 
     class Reader:
@@ -132,7 +132,11 @@ async def e2b() -> dict[str, Any]:
     sandbox.commands = mock.create_autospec(Commands, instance=True)
     sandbox.commands.run.side_effect = run
     sandbox.files = mock.create_autospec(Filesystem, instance=True)
-    sandbox.files.read.side_effect = lambda *a, **k: asyncio.sleep(0, Reader())
+
+    async def read(*_: Any, **__: Any) -> Any:
+        return Reader()
+
+    sandbox.files.read.side_effect = read
     sandbox.kill = mock.AsyncMock(return_value=True)
     signature = inspect.signature(sdk.AsyncSandbox.create)
 
