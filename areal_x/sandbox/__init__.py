@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING
 from areal_x.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from areal_x.sandbox.containers.choice import containers_of as containers_of
+    from areal_x.sandbox.containers.container import Container as Container
+    from areal_x.sandbox.containers.container import ContainerError as ContainerError
+    from areal_x.sandbox.containers.container import Containers as Containers
+    from areal_x.sandbox.containers.limits import ContainerLimits as ContainerLimits
     from areal_x.sandbox.pool import Sandbox as Sandbox
     from areal_x.sandbox.pool import SandboxLimits as SandboxLimits
 
 _NAMES = {
+    "areal_x.sandbox.containers.choice": "containers_of",
+    "areal_x.sandbox.containers.container": "Container ContainerError Containers",
+    "areal_x.sandbox.containers.limits": "ContainerLimits",
     "areal_x.sandbox.pool": "Sandbox SandboxLimits",
 }
 

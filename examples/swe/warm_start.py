@@ -11,7 +11,6 @@ from random import Random
 import gin
 
 from areal_x import Batch
-from areal_x.agents.mini_swe_agent import DONE
 from examples.swe import task as task_module
 from examples.swe.task import KINDS, Issue, all_issues
 from examples.tiny import chat
@@ -21,7 +20,8 @@ from examples.tiny.supervised import batches_of
 from examples.tiny.warm_start import supervised_model
 
 TOOL, ARGUMENT = "bash", "command"
-SUBMIT, SILENCE = f"echo {DONE}", "(the command printed nothing)"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # by which mini-swe-agent ends
+SILENCE = "(the command printed nothing)"
 ROW_LENGTH = 120
 DEMONSTRATIONS = 100  # generated per step
 
