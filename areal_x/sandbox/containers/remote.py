@@ -4,7 +4,7 @@ Daytona, E2B.
 The bounds on a command hold inside the container, so that they are the same everywhere: `timeout`
 ends it, and its output goes to a file, of which the first and the last part are returned. A command
 is a list of words everywhere; those of a model are arguments of a fixed script, never part of it.
-The image needs `sh`, `tar` and coreutils, or Busybox.
+The image needs `sh`, `tar`, coreutils and `setsid`, or Busybox.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ async def made_home(machine: Machine) -> None:
     if printed.strip() != b"ok":
         await machine.remove()
         raise ContainerError(
-            "the image of a container needs sh, tar and coreutils, or Busybox: "
+            "the image of a container needs sh, tar, coreutils and setsid, or Busybox: "
             + printed.decode(errors="replace")[-200:]
         )
 
