@@ -22,6 +22,7 @@ from pathlib import Path
 from areal_x.sandbox.containers.container import Container, ContainerError
 
 VARIABLE = "AREAL_X_CONTAINER"
+SHELL = 'command -v bash >/dev/null && exec bash -c "$1"; exec sh -c "$1"'
 REQUEST_BYTES = 4 << 20
 REQUEST_SECONDS = 60.0  # for a request to arrive
 
@@ -60,7 +61,7 @@ async def _reply(container: Container, directory: str, line: bytes) -> bytes:
         if not isinstance(command, str) or not isinstance(seconds, int | float | None):
             raise TypeError("a request has a text `command` and a number `seconds`")
         result = await container.run(
-            ["bash", "-c", command],
+            ["sh", "-c", SHELL, "sh", command],
             directory=posixpath.join(directory, str(request.get("directory") or "")),
             seconds=seconds,
             variables={str(n): str(x) for n, x in (request.get("variables") or {}).items()},

@@ -13,30 +13,25 @@ patch, which is applied to a clean copy in a second container, where the tests r
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import gin
 
 from areal_x.agents.agent import NEVER_CALLED
-from areal_x.agents.agent_process import AgentProcess
 from areal_x.agents.calling import AgentResult
+from areal_x.agents.container_agent import ContainerAgent
 from areal_x.agents.container_door import VARIABLE, open_door
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.repository import patch_of, prepare, test_patch
 from areal_x.errors import UserError
-from areal_x.sandbox.containers.choice import containers_of
-from areal_x.sandbox.containers.container import Container, Containers
-from areal_x.sandbox.containers.limits import ContainerLimits
 from areal_x.tasks.swe import SweTask, read_swe
 from areal_x.types import Failed, Outcome, Scored, Task
 
 
 @gin.configurable("swe", denylist=["host", "pool", "machines"])
 @dataclass(frozen=True, kw_only=True)
-class Swe(AgentProcess):
+class Swe(ContainerAgent):
     """An agent's program that works on a repository in a container, and is rewarded if its patch
     passes hidden tests.
 
@@ -47,23 +42,15 @@ class Swe(AgentProcess):
 
     binding: ClassVar[str] = "swe"
 
-    containers: ContainerLimits = field(default_factory=ContainerLimits)
-    """Where containers run and what they may use."""
     partial: bool = False
     """The share of tests that pass is the reward."""
     excluded: tuple[str, ...] = ("*.pyc", "*conftest.py")
     """Patterns of files whose changes do not reach the tests, besides the files of the tests
     themselves: files that could decide what a test reports."""
-    machines: Containers | None = None
-
-    def setup(self, tokenizer: Any) -> Any:
-        """Raises: UserError if the program, or what runs containers, does not exist."""
-        ready = super().setup(tokenizer)
-        return replace(ready, machines=containers_of(self.containers))
 
     async def work(self, task: Task, session: GatewaySession) -> AgentResult:
         about = _read(task)
-        async with self.container(about) as container:
+        async with self.container(about.image) as container:
             base = await prepare(container, about)
             async with open_door(container, about.directory) as address:
                 await self.run_command(task, session, {VARIABLE: address})
@@ -78,7 +65,7 @@ class Swe(AgentProcess):
         if not patch.strip():
             return Scored(0.0, details)
         about = _read(task)
-        async with self.container(about) as container:
+        async with self.container(about.image) as container:
             results = await test_patch(container, about, patch, self.excluded)
         if self.pool is not None:
             shown = None if results is None else [asdict(test) for test in results]
@@ -88,21 +75,6 @@ class Swe(AgentProcess):
         share = sum(test.passed for test in results) / len(results)
         details |= {"applied": 1.0, "tests_passed": share}
         return Scored(share if self.partial else float(share == 1.0), details)
-
-    @asynccontextmanager
-    async def container(self, about: SweTask) -> AsyncIterator[Container]:
-        """Yields a new container of a task's, which ends with the context."""
-        assert self.machines is not None, "call setup(tokenizer) first"
-        container = await self.machines.start(about.image)
-        try:
-            yield container
-        finally:
-            await container.stop()
-
-    async def close(self) -> None:
-        await super().close()
-        if self.machines is not None:
-            await self.machines.close()
 
 
 def _read(task: Task) -> SweTask:

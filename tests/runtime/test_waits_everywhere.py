@@ -186,6 +186,8 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "agents/container_door.py open_door.answer: await writer.drain": Bounded("REQUEST_SECONDS"),
     "agents/container_door.py open_door: await asyncio.start_unix_server": AT_ONCE,
     "agents/repository.py archive_of: subprocess.run()": Bounded("ARCHIVE_SECONDS"),
+    "agents/harbor.py Harbor.work: async with open_door": AT_ONCE,
+    "agents/harbor.py Harbor.work: async with self.container": Inside("its container to start"),
     "agents/swe.py Swe.judge: async with self.container": Inside("its container to start"),
     "agents/swe.py Swe.work: async with open_door": AT_ONCE,
     "agents/swe.py Swe.work: async with self.container": Inside("its container to start"),
