@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import (
     of_algorithms,
+    of_clients,
     of_code,
     of_containers,
     of_ends,
@@ -36,6 +37,7 @@ MUTANTS = [
     *of_stages.MUTANTS,
     *of_notebooks.MUTANTS,
     *of_networks.MUTANTS,
+    *of_clients.MUTANTS,
     *of_tinker.MUTANTS,
     *of_templates.MUTANTS,
 ]

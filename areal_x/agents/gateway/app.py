@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from areal_x.agents.chat.dialogue import ChatRequest
 from areal_x.agents.gateway import messages, responses
 from areal_x.agents.gateway.chat_completions import ChatCompletions
 from areal_x.agents.gateway.errors import ApiError
@@ -110,6 +111,7 @@ def application(host: SessionHost) -> Starlette:
             session.schemas, exchange.chat_request, exchange.tool_param, exchange.format_param
         )
         ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
+        session.ignore(exchange.ignored)
         chat_request = session.complete(exchange.chat_request, exchange.requested_sampling)
         if previous is None:
             session.sent.begin(attempt)
@@ -156,10 +158,36 @@ def application(host: SessionHost) -> Starlette:
             def keep(answers: Any) -> None:
                 if exchange.stores:
                     session.conversations[id] = exchange.conversation(answers)
+                    session.store(id, exchange, answers)
 
             return exchange, keep
 
         return await answer(request, RESPONSES, responses.PREFIX, make)
+
+    def stored_response(request: Request) -> tuple[GatewaySession, str]:
+        session = session_of(request)
+        if (id := request.path_params["response"]) not in session.stored:
+            raise ApiError(404, f"Response with id '{id}' not found.", "response_not_found")
+        return session, id
+
+    async def retrieve_response(request: Request) -> ASGIApp:
+        session, id = stored_response(request)
+        exchange, answers = session.stored[id]
+        return json_response(exchange.whole(answers))
+
+    async def delete_response(request: Request) -> ASGIApp:
+        session, id = stored_response(request)
+        del session.stored[id], session.conversations[id]
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def count_input_tokens(request: Request) -> ASGIApp:
+        session = session_of(request)
+        body = await body_of(request, session.limits.body_megabytes)
+        exchange = await inline_or_in_pool(
+            len(body), Responses, body, "", 0, session.renderer.text, session.conversations
+        )
+        counted = await tokens_in(session, exchange.chat_request, Responses)
+        return json_response({"object": "response.input_tokens", "input_tokens": counted})
 
     async def create_message(request: Request) -> ASGIApp:
         return await answer(
@@ -173,26 +201,8 @@ def application(host: SessionHost) -> Starlette:
         session = session_of(request)
         body = await body_of(request, session.limits.body_megabytes)
         chat_request = await inline_or_in_pool(len(body), messages.read_count_request, body)
-        await check_schemas(
-            session.schemas, chat_request, Messages.tool_param, Messages.format_param
-        )
-        renderer = session.renderer
-        text = await renderer.rendered(
-            chat_request.messages,
-            chat_request.tools,
-            chat_request.template,
-            chat_request.continue_final,
-        )
-        return json_response(
-            {
-                "input_tokens": await inline_or_in_pool(
-                    len(text),
-                    estimate_tokens,
-                    lambda piece: len(renderer.encode(piece, begins=True)),
-                    text,
-                )
-            }
-        )
+        counted = await tokens_in(session, chat_request, Messages)
+        return json_response({"input_tokens": counted})
 
     async def models(request: Request) -> ASGIApp:
         known = model(session_of(request))
@@ -248,6 +258,9 @@ def application(host: SessionHost) -> Starlette:
     per_session = (
         ("/chat/completions", "POST", OPENAI, chat_completions),
         ("/responses", "POST", RESPONSES, create_response),
+        ("/responses/input_tokens", "POST", OPENAI, count_input_tokens),
+        ("/responses/{response}", "GET", OPENAI, retrieve_response),
+        ("/responses/{response}", "DELETE", OPENAI, delete_response),
         ("/messages", "POST", ANTHROPIC, create_message),
         ("/messages/count_tokens", "POST", ANTHROPIC, count_tokens),
         ("/models", "GET", OPENAI, models),
@@ -266,6 +279,27 @@ def application(host: SessionHost) -> Starlette:
     routes.append(Route("/sessions", with_errors(open_session, OPENAI), methods=["POST"]))
     routes += work_routes(host)
     return Starlette(routes=routes, exception_handlers={HTTPException: no_such_route})
+
+
+async def tokens_in(
+    session: GatewaySession, chat_request: ChatRequest, exchange: type[Messages | Responses]
+) -> int:
+    """Returns the number of tokens of a request's prompt, tokenised anew. Raises: as a request for
+    a completion."""
+    await check_schemas(session.schemas, chat_request, exchange.tool_param, exchange.format_param)
+    renderer = session.renderer
+    text = await renderer.rendered(
+        chat_request.messages,
+        chat_request.tools,
+        chat_request.template,
+        chat_request.continue_final,
+    )
+    return await inline_or_in_pool(
+        len(text),
+        estimate_tokens,
+        lambda piece: len(renderer.encode(piece, begins=True)),
+        text,
+    )
 
 
 def written(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
+from areal_x.agents.gateway.content import (
+    FilePart,
+    MediaPart,
+    RefusalPart,
+    TextBlock,
+    joined,
+)
 from areal_x.agents.gateway.errors import ApiError, unsupported
 from areal_x.agents.gateway.exchange import (
     IGNORED,
-    Body,
+    ApiRequest,
     CallAnswer,
     Count,
     Lenient,
@@ -34,16 +41,27 @@ from areal_x.agents.gateway.exchange import (
 )
 from areal_x.agents.gateway.response_format import format_schema, with_format_instructions
 from areal_x.agents.gateway.streams import event
+from areal_x.agents.gateway.tools import (
+    CUSTOM,
+    FUNCTION,
+    HOSTED,
+    PARAMETERS,
+    CustomCall,
+    CustomDefinition,
+    HostedTool,
+    arguments_of_input,
+    input_of_arguments,
+    kind_of_call,
+    kind_of_tool,
+)
 
 MOST_STOPS = 16
 
 
-class TextPart(Lenient):
-    type: Literal["text"]
-    text: str
-
-
-Content = str | Many[TextPart]
+Content = (
+    str
+    | Many[Annotated[TextBlock | RefusalPart | MediaPart | FilePart, Field(discriminator="type")]]
+)
 
 
 class SystemMessage(Lenient):
@@ -66,13 +84,32 @@ class ToolCallSent(Lenient):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    def call(self) -> dict[str, Any]:
+        return self.model_dump()
+
+
+class CustomCallSent(Lenient):
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+    def call(self) -> dict[str, Any]:
+        about = {"name": self.custom.name, "arguments": arguments_of_input(self.custom.input)}
+        return {"id": self.id, "type": "function", "function": about}
+
+
+AnyCallSent = Annotated[
+    Annotated[ToolCallSent, Tag(FUNCTION)] | Annotated[CustomCallSent, Tag(CUSTOM)],
+    Discriminator(kind_of_call),
+]
+
 
 class AssistantMessage(Lenient):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Many[ToolCallSent] | None = None
+    tool_calls: Many[AnyCallSent] | None = None
 
 
 class ToolMessage(Lenient):
@@ -97,13 +134,39 @@ class ToolDefinition(Lenient):
     function: FunctionDefinition
 
 
-class NamedFunction(Body):
+class CustomTool(Lenient):
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+
+AnyTool = Annotated[
+    Annotated[ToolDefinition, Tag(FUNCTION)]
+    | Annotated[CustomTool, Tag(CUSTOM)]
+    | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(kind_of_tool),
+]
+
+
+class NamedFunction(Lenient):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(Lenient):
     type: Literal["function"]
     function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustomTool(Lenient):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
 
 
 class NamedSchema(Lenient):
@@ -119,11 +182,13 @@ class StreamOptions(Lenient):
     include_usage: bool | None = None
 
 
-class ChatCompletionRequest(Body):
+class ChatCompletionRequest(ApiRequest):
+    refused = frozenset({"audio", "function_call", "functions", "web_search_options"})
+
     model: str | None = None
     messages: Annotated[Many[Sent], Field(min_length=1)]
-    tools: Many[ToolDefinition] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tools: Many[AnyTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | NamedCustomTool | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -183,11 +248,17 @@ class ChatCompletions:
             parsed.min_p,
         )
         self.chat_request = chat_request_of(parsed)
+        self.ignored = parsed.ignored()
+        self.custom = frozenset(
+            tool.custom.name for tool in parsed.tools or [] if isinstance(tool, CustomTool)
+        )
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         choices = []
         for index, call in enumerate(answers):
             message = {"refusal": None, **call.answer.reply.message()}
+            if "tool_calls" in message:
+                message["tool_calls"] = [self._delivered(c) for c in message["tool_calls"]]
             choice = {
                 "index": index,
                 "message": message,
@@ -209,7 +280,8 @@ class ChatCompletions:
         for index, call in enumerate(answers):
             choice = {"index": index, "delta": {}, "finish_reason": None, "logprobs": None}
             chunks += [
-                {**head, "choices": [{**choice, "delta": delta}]} for delta in deltas(call.answer)
+                {**head, "choices": [{**choice, "delta": delta}]}
+                for delta in deltas(call.answer, self.custom)
             ]
             last = {**choice, "finish_reason": finish_reason(call.answer)}
             if self.parsed.logprobs:
@@ -218,6 +290,18 @@ class ChatCompletions:
         if counts:
             chunks.append({**head, "choices": [], "usage": usage(answers)})
         return [*map(event, chunks), b"data: [DONE]\n\n"]
+
+    def _delivered(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Returns a call in the form of its tool."""
+        about = call["function"]
+        if about["name"] not in self.custom:
+            return call
+        text = input_of_arguments(about["arguments"])
+        return {
+            "id": call["id"],
+            "type": "custom",
+            "custom": {"name": about["name"], "input": text},
+        }
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -230,18 +314,13 @@ class ChatCompletions:
 
 def chat_request_of(parsed: ChatCompletionRequest) -> ChatRequest:
     choice = parsed.tool_choice
-    tools = [
-        openai_tool(
-            t.function.name,
-            t.function.description,
-            t.function.parameters,
-            ChatCompletions.tool_param.format(i),
-        )
-        for i, t in enumerate(parsed.tools or [])
-    ]
-    if isinstance(choice, NamedTool):
-        check_tool_choice(choice.function.name, tools)
-    tool_choice = choice.model_dump() if isinstance(choice, NamedTool) else choice
+    tools = [shown_tool(i, tool) for i, tool in enumerate(parsed.tools or [])]
+    tool_choice: str | dict[str, Any] | None
+    if isinstance(choice, (NamedTool, NamedCustomTool)):
+        check_tool_choice(choice.name, tools)
+        tool_choice = {"type": "function", "function": {"name": choice.name}}
+    else:
+        tool_choice = choice
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
     continue_final = bool(parsed.continue_final_message)
     if continue_final and (parsed.add_generation_prompt or parsed.messages[-1].role != "assistant"):
@@ -277,6 +356,25 @@ def chat_request_of(parsed: ChatCompletionRequest) -> ChatRequest:
     )
 
 
+def shown_tool(index: int, tool: ToolDefinition | CustomTool | HostedTool) -> dict[str, Any]:
+    """Returns a tool as the model is shown it. Raises: ApiError for one of OpenAI's own servers, in
+    the API's words."""
+    match tool:
+        case CustomTool():
+            about = tool.custom
+            return openai_tool(about.name, about.shown_description(), PARAMETERS, "")
+        case HostedTool():
+            raise ApiError(
+                400,
+                f"tools.{index}.type: Invalid value: '{tool.type}'. Supported values are: 'function' and 'custom'.",
+                "invalid_value",
+                f"tools.{index}.type",
+            )
+    given = tool.function
+    param = ChatCompletions.tool_param.format(index)
+    return openai_tool(given.name, given.description, given.parameters, param)
+
+
 def message_of(
     sent: SystemMessage | UserMessage | AssistantMessage | ToolMessage,
 ) -> dict[str, Any]:
@@ -300,21 +398,23 @@ def message_of(
             if (reasoning := sent.reasoning_content or sent.reasoning) is not None:
                 message["reasoning_content"] = reasoning
             if sent.tool_calls:
-                message["tool_calls"] = [call.model_dump() for call in sent.tool_calls]
+                message["tool_calls"] = [call.call() for call in sent.tool_calls]
             return message
 
 
-def joined(content: Content) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def deltas(answer: ChatAnswer) -> list[dict[str, Any]]:
-    """Splits a message into the deltas that official clients reassemble."""
+def deltas(answer: ChatAnswer, custom: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Splits a message into the deltas that official clients reassemble. custom: names of the
+    custom tools."""
     reply = answer.reply
     found: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     found += [{"reasoning_content": piece} for piece in text_chunks(reply.reasoning or "")]
     found += [{"content": piece} for piece in text_chunks(reply.content or "")]
     for index, call in enumerate(reply.tool_calls):
+        if call.name in custom:
+            about = {"name": call.name, "input": input_of_arguments(call.arguments)}
+            one = {"index": index, "id": call.id, "type": "custom", "custom": about}
+            found.append({"tool_calls": [one]})
+            continue
         begun = {
             "index": index,
             "id": call.id,

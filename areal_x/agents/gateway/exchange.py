@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.chat.parsing import Reply
-from areal_x.agents.gateway.errors import ApiError
+from areal_x.agents.gateway.errors import SUPPORTED, ApiError, unsupported
 from areal_x.agents.gateway.response_format import invalid_schema
 from areal_x.agents.json_checks import json_bounds, schemas
 from areal_x.agents.json_checks.schemas import CheckedSchemas
@@ -35,6 +35,19 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 CHUNK = 48  # characters per event of a stream
 
+# Parameters that change the distribution of completions, and their values that do not.
+WITHOUT_EFFECT: Mapping[str, Any] = {
+    "bad_words": [],
+    "allowed_token_ids": [],
+    "frequency_penalty": 0,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "n": 1,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+}
+
 
 class Body(BaseModel):
     """A request body, in which undeclared parameters are refused by name."""
@@ -51,10 +64,63 @@ class Body(BaseModel):
         return cls.model_validate_json(body)
 
 
+class ApiRequest(Body):
+    """A request of one of the three APIs, whose clients send more than its page lists: parameters
+    that are unknown are ignored and counted, so that no real client is refused because of them.
+    Refused by name are those that would change the distribution of completions, or what the
+    response holds."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Parameters of the API that are not served."""
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Raises: ApiError for JSON beyond the bounds and for refused parameters, pydantic's
+        ValidationError."""
+        parsed = super().read(body)
+        for name, value in (parsed.model_extra or {}).items():
+            if value is None or (name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name]):
+                continue
+            if name in WITHOUT_EFFECT:
+                raise unsupported(name, SamplingParams.REFUSED[name])
+            if name in cls.refused:
+                raise unsupported(name, SUPPORTED)
+        return parsed
+
+    def ignored(self) -> frozenset[str]:
+        """Returns the names of unknown parameters, and of parts of messages that the model cannot
+        be shown."""
+        unknown = {name for name, value in (self.model_extra or {}).items() if value is not None}
+        return frozenset({*unknown - set(WITHOUT_EFFECT), *omitted_parts(self)})
+
+
 class Lenient(BaseModel):
     """A part of a body in which clients may send back any other fields of earlier responses."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Omitted(Lenient):
+    """A part of a message that may be one that the model cannot be shown. A notice replaces it."""
+
+    def omitted(self) -> str | None:
+        """Returns the kind of part for the count of them, None if it is shown."""
+        raise NotImplementedError
+
+
+def omitted_parts(model: BaseModel) -> set[str]:
+    """Returns the kinds of parts below this one that the model cannot be shown."""
+    found = set()
+    below = [model]
+    while below:
+        part = below.pop()
+        if isinstance(part, Omitted) and (kind := part.omitted()) is not None:
+            found.add(f"messages: {kind}")
+        for value in vars(part).values():
+            values = value if isinstance(value, list) else (value,)
+            below += [one for one in values if isinstance(one, BaseModel)]
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,6 +153,7 @@ class Exchange(Protocol):
     requested_sampling: RequestedSampling
     count: int  # completions
     stream: bool
+    ignored: frozenset[str]  # see ApiRequest.ignored
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         """Returns the response as one JSON object."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
+from areal_x.agents.gateway.content import InputFilePart, MediaPart, RefusalPart, joined
 from areal_x.agents.gateway.exchange import Lenient, Many, text_chunks
+from areal_x.agents.gateway.tools import arguments_of_input
 from areal_x.types import Message
 
 
@@ -15,10 +17,16 @@ class TextPart(Lenient):
     type: Literal["input_text", "output_text"]
     text: str
 
+    def shown(self) -> str:
+        return self.text
+
+
+AnyPart = Annotated[TextPart | RefusalPart | MediaPart | InputFilePart, Field(discriminator="type")]
+
 
 class MessageItem(Lenient):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[TextPart]
+    content: str | Many[AnyPart]
 
 
 class ReasoningPart(Lenient):
@@ -38,7 +46,13 @@ class CallItem(Lenient):
 
 class CallOutputItem(Lenient):
     call_id: str
-    output: str | Many[TextPart]
+    output: str | Many[AnyPart]
+
+
+class CustomCallItem(Lenient):
+    call_id: str
+    name: str
+    input: str
 
 
 def kind_of(item: Any) -> str:
@@ -49,7 +63,9 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")],
     Discriminator(kind_of),
 ]
 
@@ -58,7 +74,15 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the events of one output item: added, filled and done."""
     where = {"item_id": item["id"], "output_index": index}
     empty = {**item, "status": "in_progress"}
-    if item["type"] == "function_call":
+    if item["type"] == "custom_tool_call":
+        empty = {**item, "input": ""}
+        name = "response.custom_tool_call_input"
+        filled = [
+            {"type": f"{name}.delta", **where, "delta": piece}
+            for piece in text_chunks(item["input"])
+        ]
+        filled.append({"type": f"{name}.done", **where, "input": item["input"]})
+    elif item["type"] == "function_call":
         empty["arguments"] = ""
         name = "response.function_call_arguments"
         filled = [
@@ -92,7 +116,7 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def messages_of(
-    items: Sequence[MessageItem | ReasoningItem | CallItem | CallOutputItem],
+    items: Sequence[MessageItem | ReasoningItem | CallItem | CallOutputItem | CustomCallItem],
 ) -> list[Message]:
     """Converts items to messages: consecutive reasoning, text and calls become one assistant
     message."""
@@ -111,8 +135,11 @@ def messages_of(
             case ReasoningItem():
                 parts = item.content or item.summary or []
                 belonging(False)["reasoning_content"] = "\n".join(part.text for part in parts)
-            case CallItem():
-                about = {"name": item.name, "arguments": item.arguments}
+            case CallItem() | CustomCallItem():
+                arguments = (
+                    item.arguments if isinstance(item, CallItem) else arguments_of_input(item.input)
+                )
+                about = {"name": item.name, "arguments": arguments}
                 call = {"id": item.call_id, "type": "function", "function": about}
                 belonging(True).setdefault("tool_calls", []).append(call)
             case MessageItem(role="assistant"):
@@ -128,7 +155,3 @@ def messages_of(
                 role = "user" if item.role == "user" else "system"
                 found.append({"role": role, "content": joined(item.content)})
     return list(found)
-
-
-def joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)

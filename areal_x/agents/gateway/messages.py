@@ -6,13 +6,23 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
+from areal_x.agents.gateway.content import (
+    DocumentBlock,
+    ImageBlock,
+    Part,
+    ReadBlock,
+    SearchResultBlock,
+    TextBlock,
+    ToolReferenceBlock,
+    joined,
+)
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
     IGNORED,
-    Body,
+    ApiRequest,
     CallAnswer,
     Count,
     Lenient,
@@ -31,6 +41,7 @@ from areal_x.agents.gateway.exchange import (
 )
 from areal_x.agents.gateway.response_format import format_schema, with_format_instructions
 from areal_x.agents.gateway.streams import event
+from areal_x.agents.gateway.tools import CUSTOM, HOSTED, HostedTool, type_of
 from areal_x.agents.json_checks import json_bounds
 from areal_x.types import Message
 
@@ -40,14 +51,15 @@ MOST_STOPS = 64
 UNPARSED = "unparsed_arguments"
 
 
-class TextBlock(Lenient):
-    type: Literal["text"]
-    text: str
-
-
 class ThinkingBlock(Lenient):
     type: Literal["thinking"]
     thinking: str
+
+
+class RedactedThinkingBlock(Lenient):
+    """Reasoning of another model, encrypted: the policy cannot be shown it."""
+
+    type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(Lenient):
@@ -60,18 +72,37 @@ class ToolUseBlock(Lenient):
 class ToolResultBlock(Lenient):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[TextBlock] | None = None
+    content: str | Many[ReadBlock] | None = None
 
 
 class UserMessage(Lenient):
     role: Literal["user"]
-    content: str | Many[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
+    content: (
+        str
+        | Many[
+            Annotated[
+                TextBlock
+                | ImageBlock
+                | DocumentBlock
+                | SearchResultBlock
+                | ToolReferenceBlock
+                | ToolResultBlock,
+                Field(discriminator="type"),
+            ]
+        ]
+    )
 
 
 class AssistantMessage(Lenient):
     role: Literal["assistant"]
     content: (
-        str | Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+        str
+        | Many[
+            Annotated[
+                TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+                Field(discriminator="type"),
+            ]
+        ]
     )
 
 
@@ -88,6 +119,17 @@ class ToolDefinition(Lenient):
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
+
+
+def kind_of_tool(tool: Any) -> str:
+    """Returns the tag of a tool: of the request's own, or of Anthropic's."""
+    return CUSTOM if type_of(tool) in (None, "custom") else HOSTED
+
+
+AnyTool = Annotated[
+    Annotated[ToolDefinition, Tag(CUSTOM)] | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(kind_of_tool),
+]
 
 
 class ToolChoice(Lenient):
@@ -110,13 +152,14 @@ class OutputConfig(Lenient):
     format: Format | None = None
 
 
-class Conversation(Body):
+class Conversation(ApiRequest):
     """The parameters that both routes have in common."""
 
+    refused = frozenset({"container", "mcp_servers"})
     model: str | None = None
     messages: Annotated[Many[Sent], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
-    tools: Many[ToolDefinition] | None = None
+    tools: Many[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -157,6 +200,7 @@ class Messages:
             parsed.max_tokens, parsed.temperature, parsed.top_p, parsed.top_k
         )
         self.chat_request = chat_request_of(parsed, tuple(parsed.stop_sequences or ()))
+        self.ignored = parsed.ignored()
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         answer = answers[0].answer
@@ -209,10 +253,7 @@ def chat_request_of(parsed: Conversation, stop: tuple[str, ...] = ()) -> ChatReq
     output = parsed.output_config
     requested = (output and output.format) or Format(type="text")
     schema = format_schema(requested.type, requested.schema_, Messages.format_param)
-    tools = [
-        openai_tool(t.name, t.description, t.input_schema, Messages.tool_param.format(i))
-        for i, t in enumerate(parsed.tools or [])
-    ]
+    tools = shown_tools(parsed)
     tool_choice: str | dict[str, Any] = "required" if choice.type == "any" else choice.type
     if choice.type == "tool":
         check_tool_choice(choice.name or "", tools)
@@ -244,6 +285,26 @@ def chat_request_of(parsed: Conversation, stop: tuple[str, ...] = ()) -> ChatReq
     )
 
 
+def shown_tools(parsed: Conversation) -> list[dict[str, Any]]:
+    """Returns the tools as the model is shown them. Raises: ApiError for those of Anthropic's own,
+    in the API's words for a model without them."""
+    tools = parsed.tools or []
+    kinds = [tool.type for tool in tools if isinstance(tool, HostedTool)]
+    if kinds:
+        raise ApiError(
+            400,
+            f"'{parsed.model or 'policy'}' does not support tool types: {', '.join(kinds)}."
+            " Did you mean one of custom?",
+            "invalid_value",
+            "tools",
+        )
+    return [
+        openai_tool(t.name, t.description, t.input_schema, Messages.tool_param.format(i))
+        for i, t in enumerate(tools)
+        if isinstance(t, ToolDefinition)
+    ]
+
+
 def messages_of(sent: UserMessage | AssistantMessage | SystemMessage) -> list[Message]:
     """Converts a message of Anthropic's into OpenAI's: a user's becomes several if it holds tool
     results."""
@@ -255,9 +316,9 @@ def messages_of(sent: UserMessage | AssistantMessage | SystemMessage) -> list[Me
         case AssistantMessage():
             return [assistant_message(sent.content)]
     found: list[Message] = []
-    texts: list[TextBlock] = []
+    texts: list[Part] = []
     for block in sent.content:
-        if isinstance(block, TextBlock):
+        if not isinstance(block, ToolResultBlock):
             texts.append(block)
             continue
         if texts:
@@ -275,7 +336,9 @@ def messages_of(sent: UserMessage | AssistantMessage | SystemMessage) -> list[Me
     return found
 
 
-def assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> Message:
+def assistant_message(
+    blocks: Sequence[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock],
+) -> Message:
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
@@ -347,7 +410,3 @@ def stop_fields(answer: ChatAnswer) -> dict[str, str | None]:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
     reason = "max_tokens" if is_truncated(answer) else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
-
-
-def joined(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)

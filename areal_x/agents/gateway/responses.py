@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
-from areal_x.agents.gateway.errors import SUPPORTED, ApiError, unsupported
+from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
     IGNORED,
-    Body,
+    ApiRequest,
     CallAnswer,
     Count,
     Lenient,
@@ -31,10 +31,33 @@ from areal_x.agents.gateway.exchange import (
 from areal_x.agents.gateway.items import Item, MessageItem, item_events, messages_of
 from areal_x.agents.gateway.response_format import format_schema, with_format_instructions
 from areal_x.agents.gateway.streams import event
+from areal_x.agents.gateway.tools import (
+    CUSTOM,
+    FUNCTION,
+    HOSTED,
+    PARAMETERS,
+    CustomDefinition,
+    HostedTool,
+    input_of_arguments,
+    kind_of_tool,
+)
 from areal_x.types import Message
 
 PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
+# What else a response may hold, of tools that it cannot have and of images that it cannot show.
+INCLUDED = frozenset(
+    {
+        LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 
 class ToolDefinition(Lenient):
@@ -44,8 +67,20 @@ class ToolDefinition(Lenient):
     parameters: dict[str, Any] | None = None
 
 
-class NamedTool(Body):
-    type: Literal["function"]
+class CustomTool(CustomDefinition):
+    type: Literal["custom"]
+
+
+AnyTool = Annotated[
+    Annotated[ToolDefinition, Tag(FUNCTION)]
+    | Annotated[CustomTool, Tag(CUSTOM)]
+    | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(kind_of_tool),
+]
+
+
+class NamedTool(Lenient):
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -64,13 +99,15 @@ class Reasoning(Lenient):
     effort: str | None = None
 
 
-class ResponseRequest(Body):
+class ResponseRequest(ApiRequest):
+    refused = frozenset({"conversation", "prompt"})
+
     model: str | None = None
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: Many[ToolDefinition] | None = None
+    tools: Many[AnyTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Positive | None = None
@@ -117,8 +154,6 @@ class Responses:
         earlier: Mapping[str, Sequence[Message]],
     ) -> None:
         parsed = ResponseRequest.read(body)
-        if unknown := set(parsed.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}:
-            raise unsupported(f"include: {min(unknown)}", SUPPORTED)
         before = parsed.previous_response_id
         if before is not None and before not in earlier:
             raise ApiError(
@@ -144,6 +179,11 @@ class Responses:
         )
         self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
         self.chat_request = self._chat_request()
+        included = set(parsed.include or ()) - INCLUDED
+        self.ignored = parsed.ignored() | {f"include: {name}" for name in included}
+        self.custom = frozenset(
+            tool.name for tool in parsed.tools or [] if isinstance(tool, CustomTool)
+        )
 
     def conversation(self, answers: Sequence[CallAnswer]) -> tuple[Message, ...]:
         """Returns the conversation that a request with this one's id continues: without the
@@ -187,10 +227,7 @@ class Responses:
     def _chat_request(self) -> ChatRequest:
         parsed = self.parsed
         choice = self.parsed.tool_choice
-        tools = [
-            openai_tool(t.name, t.description, t.parameters, self.tool_param.format(i))
-            for i, t in enumerate(parsed.tools or [])
-        ]
+        tools = [self._shown(i, tool) for i, tool in enumerate(parsed.tools or [])]
         tool_choice: str | dict[str, Any] | None
         if isinstance(choice, NamedTool):
             check_tool_choice(choice.name, tools)
@@ -209,6 +246,22 @@ class Responses:
                 tool_choice, parsed.parallel_tool_calls, effort, parsed.chat_template_kwargs
             ),
             format=schema,
+        )
+
+    def _shown(self, index: int, tool: ToolDefinition | CustomTool | HostedTool) -> dict[str, Any]:
+        """Returns a tool as the model is shown it. Raises: ApiError for one of OpenAI's own
+        servers, in the API's words."""
+        match tool:
+            case ToolDefinition():
+                param = self.tool_param.format(index)
+                return openai_tool(tool.name, tool.description, tool.parameters, param)
+            case CustomTool():
+                return openai_tool(tool.name, tool.shown_description(), PARAMETERS, "")
+        raise ApiError(
+            400,
+            f"Hosted tool '{tool.type}' is not supported with {self.parsed.model or 'policy'}.",
+            "unsupported_parameter",
+            f"tools.{index}",
         )
 
     def _begun(self) -> dict[str, Any]:
@@ -235,7 +288,12 @@ class Responses:
                 if isinstance(parsed.tool_choice, NamedTool)
                 else parsed.tool_choice or "auto"
             ),
-            "tools": [{"strict": False, **tool.model_dump()} for tool in parsed.tools or []],
+            "tools": [
+                tool.model_dump(exclude_none=True)
+                if isinstance(tool, CustomTool)
+                else {"strict": False, **tool.model_dump()}
+                for tool in parsed.tools or []
+            ],
             "top_p": parsed.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -277,6 +335,17 @@ class Responses:
                 }
             )
         for index, call in enumerate(reply.tool_calls):
+            if call.name in self.custom:
+                items.append(
+                    {
+                        "id": f"ctc_{own}_{index}",
+                        "type": "custom_tool_call",
+                        "call_id": call.id,
+                        "name": call.name,
+                        "input": input_of_arguments(call.arguments),
+                    }
+                )
+                continue
             about = {
                 "call_id": call.id,
                 "name": call.name,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from areal_x.agents.chat.rendering import Renderer
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
     CallAnswer,
+    Exchange,
     RequestedSampling,
     sampling_for,
     unmet_constraints,
@@ -31,15 +32,19 @@ from areal_x.types import Message, Outcome, Scored
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST_STORED = 256  # responses, each with its request
+IGNORED = "ignored "  # before the names among those that were logged
 
 
 class GatewaySession:
     """One episode of an agent, as the workflow holds it. A context manager that closes itself.
 
     id, key, url: what the agent receives; base_url: for its client (an OpenAI client uses base_url,
-    an Anthropic one url). conversations: of the responses that the responses API stores, by id.
+    an Anthropic one url). conversations: of the responses that the responses API stores, by id; stored: the latest of
+    these responses.
     overruled: how often the agent requested other sampling or other tool calls than it got, by
-    parameter. All methods belong to the gateway's event loop.
+    parameter. ignored: how many requests held a parameter, or a part of a message, that has no
+    effect because nobody here knows it or the model cannot be shown it. All methods belong to the gateway's event loop.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class GatewaySession:
         self.chat_engine = ChatEngine(renderer, engine)
         self.state = SessionState(limits, _now())
         self.conversations: dict[str, tuple[Message, ...]] = {}
+        self.stored: OrderedDict[str, tuple[Exchange, Sequence[CallAnswer]]] = OrderedDict()
         self.overruled: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
         self.schemas = CheckedSchemas()
         self.sent = SentAnswers()
         self._policy = policy
@@ -131,6 +138,21 @@ class GatewaySession:
         self._stop()
         self._closed(self.id)
 
+    def ignore(self, names: Iterable[str]) -> None:
+        """Counts what had no effect in a request, and logs each name once per run."""
+        found = sorted(names)
+        self.ignored.update(found)
+        fresh = [name for name in found if IGNORED + name not in self._warned]
+        if fresh:
+            self._warned.update(IGNORED + name for name in fresh)
+            LOG.warning("an agent sent what has no effect here: %s (logged once)", ", ".join(fresh))
+
+    def store(self, id: str, exchange: Exchange, answers: Sequence[CallAnswer]) -> None:
+        """Keeps a response to be retrieved by its id, until many others were."""
+        self.stored[id] = exchange, answers
+        if len(self.stored) > MOST_STORED:
+            self.stored.popitem(last=False)
+
     def complete(self, chat_request: ChatRequest, requested: RequestedSampling) -> ChatRequest:
         """Returns the request with the sampling that the run allows. Parameters that it overrules
         are counted, and logged once per run."""
@@ -188,6 +210,7 @@ class GatewaySession:
             "seconds": _now() - self.state.opened,
             "limits": dict(vars(self.limits)),
             "overruled": dict(self.overruled),
+            "ignored": dict(self.ignored),
         }
 
     async def _answer(self, chat_request: ChatRequest, id: str) -> ChatAnswer:

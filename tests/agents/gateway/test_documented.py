@@ -38,15 +38,16 @@ def names(text):
 
 
 def said_of(title):
-    """Returns the parameters that are accepted, that have no effect, and that are refused."""
+    """Returns the parameters that are accepted, that have no effect, that are ignored and counted, and that are refused."""
     text = section(title)
     taken = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    return taken, names(re.search(r"Change nothing: (.*)", text)[1]), names(re.search(r"any other: (.*)", text)[1])
+    lists = (r"Change nothing: (.*)", r"any other: (.*)", r"Refused: (.*)")
+    return taken, *(names(re.search(one, text)[1]) for one in lists)
 
 
 @pytest.mark.parametrize("title", APIS)
 def test_what_is_taken_and_what_changes_nothing_are_the_parameters_that_the_code_reads(title):
-    taken, without_effect, _ = said_of(title)
+    taken, without_effect, _, _ = said_of(title)
     assert not taken & without_effect
     assert taken | without_effect == set(APIS[title][0].model_fields)
 
@@ -54,10 +55,10 @@ def test_what_is_taken_and_what_changes_nothing_are_the_parameters_that_the_code
 @pytest.mark.parametrize("title", APIS)
 def test_every_parameter_of_the_official_client_is_spoken_of(title):
     request, official, _, _ = APIS[title]
-    taken, without_effect, refused = said_of(title)
+    taken, without_effect, counted, refused = said_of(title)
     known = set(official.__annotations__) | {"stream"}
-    assert known - taken - without_effect == refused
-    assert not refused & set(request.model_fields)
+    assert known - taken - without_effect - counted == refused & known
+    assert not (refused | counted) & set(request.model_fields)
 
 
 @pytest.mark.parametrize("title", APIS)
@@ -72,10 +73,19 @@ def test_what_is_said_to_change_nothing_is_taken_whatever_it_is(talk, title):
 
 
 @pytest.mark.parametrize("title", APIS)
+def test_what_is_said_to_be_ignored_is_counted(talk, title):
+    _, _, path, body = APIS[title]
+    one = talk()
+    counted = said_of(title)[2]
+    one.openai.post(path, body=body | dict.fromkeys(counted, "x"), cast_to=object)
+    assert one.session.ignored == dict.fromkeys(counted, 1)
+
+
+@pytest.mark.parametrize("title", APIS)
 def test_what_is_said_to_be_refused_is_refused_by_its_name(talk, title):
     _, _, path, body = APIS[title]
     one = talk()
-    for name in said_of(title)[2]:
+    for name in said_of(title)[3]:
         with pytest.raises(openai.BadRequestError, match=name):
             one.openai.post(path, body=body | {name: "x"}, cast_to=object)
     assert one.calls() == ()

@@ -251,6 +251,7 @@ def test_a_session_tells_its_state_in_numbers(talk):
         "reward": None,
         "limits": {"calls": 7, "tokens": 1_000_000, "seconds": 3600.0, "idle_seconds": 600.0, "body_megabytes": 8.0},
         "overruled": {},
+        "ignored": {},
     }
     post(one, "/end", {"reward": 3})
     told = httpx.get(one.session.url, headers={"x-api-key": one.session.key}).json()

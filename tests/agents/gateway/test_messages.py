@@ -224,13 +224,13 @@ def parsed(text):
 
 REFUSED = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.user.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.user.content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
     (
         {"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
         "tools",
     ),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'m' does not support tool types: bash_20250124"),
     ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "JSON schema"),
     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
     ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice"),
