@@ -26,8 +26,11 @@ MINI ?= examples/swe/.venv
 # The system's Chromium; playwright and axe are in an environment of their own.
 BROWSER ?= .venv-browser
 CHROMIUM ?= $(shell command -v chromium || command -v google-chrome)
+# Agents and frameworks of others, each in an environment of its own below this folder.
+CLIENTS ?= .clients
+CLIENT_ENVIRONMENTS := $(patsubst requirements/clients/%.txt,$(CLIENTS)/%/stamp,$(wildcard requirements/clients/*.txt))
 
-.PHONY: demo test quick thorough check cluster sglang ascend browser benchmarks mutants bench docs wheels lock clean
+.PHONY: demo test quick thorough check cluster sglang ascend browser benchmarks clients mutants bench docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
@@ -36,7 +39,7 @@ test: $(VENV)/test.stamp check  ## the suite, against both backends and a real v
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 thorough: $(VENV)/test.stamp  ## what make test leaves out: further models, meshes and values of its tests, and searches at random
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "thorough and not cluster and not sglang and not ascend and not browser" --share $(SHARE)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "thorough and not cluster and not sglang and not ascend and not browser and not clients" --share $(SHARE)
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
 	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadgroup tests
@@ -53,6 +56,8 @@ ascend: $(ASCEND)/ascend.stamp  ## weights to vllm-ascend's own receiving code, 
 browser: $(VENV)/test.stamp $(BROWSER)/browser.stamp  ## the pages of areal-x lab in headless Chromium, with axe: CHROMIUM=… names another
 	BROWSER_PYTHON=$(BROWSER)/bin/python CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest -m browser tests/lab
 
+clients: $(VENV)/test.stamp $(CLIENTS)/npm.stamp $(CLIENT_ENVIRONMENTS)  ## the gateway before real agents and frameworks, and the table of docs/agents.md
+	AREAL_X_CLIENTS=$(CLIENTS) $(BIN)/python benchmarks/clients.py
 benchmarks: $(BENCHMARKS)/benchmarks.stamp  ## the tests with real packages of benchmarks, SDKs of containers and mini-swe-agent, in environments of their own
 	PATH=$(abspath $(BENCHMARKS)/bin):$$PATH INSPECT_PYTHON=$(INSPECT)/bin/python $(BENCHMARKS)/bin/python -m pytest \
 		tests/agents/test_verifiers_tasksets.py tests/agents/test_openenv.py tests/agents/test_inspect_tasks.py \
@@ -143,5 +148,16 @@ $(BROWSER)/browser.stamp: requirements/browser.txt
 	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/browser.txt
 	touch $@
 
+$(CLIENTS)/npm.stamp: requirements/clients/package.json
+	mkdir -p $(CLIENTS)
+	cp $< $(CLIENTS)
+	npm install --prefix $(CLIENTS) --no-audit --no-fund
+	touch $@
+
+$(CLIENTS)/%/stamp: requirements/clients/%.txt
+	$(PYTHON) -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) $(BROWSER) build dist site *.egg-info backends/*/*.egg-info
+	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) $(BROWSER) $(CLIENTS) build dist site *.egg-info backends/*/*.egg-info

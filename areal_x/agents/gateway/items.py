@@ -41,6 +41,7 @@ class ReasoningItem(Lenient):
 class CallItem(Lenient):
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -52,7 +53,13 @@ class CallOutputItem(Lenient):
 class CustomCallItem(Lenient):
     call_id: str
     name: str
+    namespace: str | None = None
     input: str
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """Returns the name by which the model knows a tool."""
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def kind_of(item: Any) -> str:
@@ -139,7 +146,8 @@ def messages_of(
                 arguments = (
                     item.arguments if isinstance(item, CallItem) else arguments_of_input(item.input)
                 )
-                about = {"name": item.name, "arguments": arguments}
+                name = full_name(item.name, item.namespace)
+                about = {"name": name, "arguments": arguments}
                 call = {"id": item.call_id, "type": "function", "function": about}
                 belonging(True).setdefault("tool_calls", []).append(call)
             case MessageItem(role="assistant"):

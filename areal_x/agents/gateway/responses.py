@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -28,7 +28,13 @@ from areal_x.agents.gateway.exchange import (
     openai_tool,
     template_variables,
 )
-from areal_x.agents.gateway.items import Item, MessageItem, item_events, messages_of
+from areal_x.agents.gateway.items import (
+    Item,
+    MessageItem,
+    full_name,
+    item_events,
+    messages_of,
+)
 from areal_x.agents.gateway.response_format import format_schema, with_format_instructions
 from areal_x.agents.gateway.streams import event
 from areal_x.agents.gateway.tools import (
@@ -40,6 +46,7 @@ from areal_x.agents.gateway.tools import (
     HostedTool,
     input_of_arguments,
     kind_of_tool,
+    type_of,
 )
 from areal_x.types import Message
 
@@ -71,11 +78,30 @@ class CustomTool(CustomDefinition):
     type: Literal["custom"]
 
 
-AnyTool = Annotated[
+OwnTool = Annotated[
     Annotated[ToolDefinition, Tag(FUNCTION)]
     | Annotated[CustomTool, Tag(CUSTOM)]
     | Annotated[HostedTool, Tag(HOSTED)],
     Discriminator(kind_of_tool),
+]
+
+
+class Namespace(Lenient):
+    """Tools with names of their own: each is shown to the model under the names of both, see
+    `items.full_name`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    tools: Many[OwnTool]
+
+
+NAMESPACE = "a namespace"
+AnyTool = Annotated[
+    Annotated[ToolDefinition, Tag(FUNCTION)]
+    | Annotated[CustomTool, Tag(CUSTOM)]
+    | Annotated[Namespace, Tag(NAMESPACE)]
+    | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(lambda tool: NAMESPACE if type_of(tool) == "namespace" else kind_of_tool(tool)),
 ]
 
 
@@ -178,12 +204,13 @@ class Responses:
             else parsed.input
         )
         self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
+        # the tools by the names that the model is shown
+        self.tools = {
+            full_name(tool.name, space): (space, tool) for space, tool in self._own_tools()
+        }
         self.chat_request = self._chat_request()
         included = set(parsed.include or ()) - INCLUDED
         self.ignored = parsed.ignored() | {f"include: {name}" for name in included}
-        self.custom = frozenset(
-            tool.name for tool in parsed.tools or [] if isinstance(tool, CustomTool)
-        )
 
     def conversation(self, answers: Sequence[CallAnswer]) -> tuple[Message, ...]:
         """Returns the conversation that a request with this one's id continues: without the
@@ -227,7 +254,10 @@ class Responses:
     def _chat_request(self) -> ChatRequest:
         parsed = self.parsed
         choice = self.parsed.tool_choice
-        tools = [self._shown(i, tool) for i, tool in enumerate(parsed.tools or [])]
+        tools = [
+            shown_tool(name, tool, self.tool_param.format(i))
+            for i, (name, (_, tool)) in enumerate(self.tools.items())
+        ]
         tool_choice: str | dict[str, Any] | None
         if isinstance(choice, NamedTool):
             check_tool_choice(choice.name, tools)
@@ -248,21 +278,21 @@ class Responses:
             format=schema,
         )
 
-    def _shown(self, index: int, tool: ToolDefinition | CustomTool | HostedTool) -> dict[str, Any]:
-        """Returns a tool as the model is shown it. Raises: ApiError for one of OpenAI's own
-        servers, in the API's words."""
-        match tool:
-            case ToolDefinition():
-                param = self.tool_param.format(index)
-                return openai_tool(tool.name, tool.description, tool.parameters, param)
-            case CustomTool():
-                return openai_tool(tool.name, tool.shown_description(), PARAMETERS, "")
-        raise ApiError(
-            400,
-            f"Hosted tool '{tool.type}' is not supported with {self.parsed.model or 'policy'}.",
-            "unsupported_parameter",
-            f"tools.{index}",
-        )
+    def _own_tools(self) -> Iterator[tuple[str | None, ToolDefinition | CustomTool]]:
+        """Yields the tools with their namespaces. Raises: ApiError for one of OpenAI's own servers,
+        in the API's words."""
+        for index, given in enumerate(self.parsed.tools or []):
+            space = given.name if isinstance(given, Namespace) else None
+            for tool in given.tools if isinstance(given, Namespace) else (given,):
+                if isinstance(tool, HostedTool):
+                    raise ApiError(
+                        400,
+                        f"Hosted tool '{tool.type}' is not supported with"
+                        f" {self.parsed.model or 'policy'}.",
+                        "unsupported_parameter",
+                        f"tools.{index}",
+                    )
+                yield space, tool
 
     def _begun(self) -> dict[str, Any]:
         """Returns the response before any output."""
@@ -289,9 +319,9 @@ class Responses:
                 else parsed.tool_choice or "auto"
             ),
             "tools": [
-                tool.model_dump(exclude_none=True)
-                if isinstance(tool, CustomTool)
-                else {"strict": False, **tool.model_dump()}
+                {"strict": False, **tool.model_dump()}
+                if isinstance(tool, ToolDefinition)
+                else tool.model_dump(exclude_none=True)
                 for tool in parsed.tools or []
             ],
             "top_p": parsed.top_p,
@@ -335,22 +365,21 @@ class Responses:
                 }
             )
         for index, call in enumerate(reply.tool_calls):
-            if call.name in self.custom:
-                items.append(
-                    {
-                        "id": f"ctc_{own}_{index}",
-                        "type": "custom_tool_call",
-                        "call_id": call.id,
-                        "name": call.name,
-                        "input": input_of_arguments(call.arguments),
-                    }
-                )
+            space, tool = self.tools.get(call.name, (None, None))
+            named = {"call_id": call.id, "name": call.name if tool is None else tool.name}
+            if space is not None:
+                named["namespace"] = space
+            if isinstance(tool, CustomTool):
+                about = {**named, "input": input_of_arguments(call.arguments)}
+                items.append({"id": f"ctc_{own}_{index}", "type": "custom_tool_call", **about})
                 continue
-            about = {
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
+            about = {**named, "arguments": call.arguments, "status": "completed"}
             items.append({"id": f"fc_{own}_{index}", "type": "function_call", **about})
         return items
+
+
+def shown_tool(name: str, tool: ToolDefinition | CustomTool, param: str) -> dict[str, Any]:
+    """Returns a tool as the model is shown it. param: where the request has it, for errors."""
+    if isinstance(tool, CustomTool):
+        return openai_tool(name, tool.shown_description(), PARAMETERS, param)
+    return openai_tool(name, tool.description, tool.parameters, param)

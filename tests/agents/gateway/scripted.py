@@ -16,7 +16,7 @@ from areal_x.protocols.engine import Completion, SamplingParams, max_new_tokens
 
 END = "\0"
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-TOOL = re.compile(r"<tool>(\w+) (.*?)</tool>", re.DOTALL)
+TOOL = re.compile(r"<tool>([\w.]+) (.*?)</tool>", re.DOTALL)
 
 
 def tool(name, **arguments):

@@ -168,6 +168,25 @@ def test_a_custom_tool_of_responses_takes_text_and_its_call_is_continued(talk):
     assert read(after.prompt) == f"{read(before.prompt)}{read(before.completion.tokens)}tool:ok{END}assistant:"
 
 
+def test_tools_in_a_namespace_have_both_names_for_the_model_and_each_its_own_for_the_client(talk):
+    one = talk(lambda prompt: "<tool>sums.add {}</tool>" if "tool:" not in prompt else "done")
+    inner = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    tools = [{"type": "namespace", "name": "sums", "description": "d", "tools": [inner]}, {**inner, "strict": False}]
+    body = {"model": "m", "input": HI, "tools": tools}
+    first = one.openai.post("/responses", body=body, cast_to=object)
+    (call,) = first["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "sums", "add")
+    names = [about["function"]["name"] for about in json.loads(one.engine.prompts[0].split(END)[0].removeprefix("tools:"))]
+    assert names == ["sums.add", "add"]
+    history = [*HI, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}]
+    one.openai.post("/responses", body=body | {"input": history}, cast_to=object)
+    before, after = one.calls()
+    assert read(after.prompt) == f"{read(before.prompt)}{read(before.completion.tokens)}tool:ok{END}assistant:"
+    inner["type"] = "web_search"
+    with pytest.raises(openai.BadRequestError, match="Hosted tool 'web_search'"):
+        one.openai.post("/responses", body=body | {"tools": tools[:1]}, cast_to=object)
+
+
 def test_a_custom_tool_of_chat_completions_too_in_a_stream_as_well(talk):
     one = talk(patching)
     about = {"name": "patch", "description": "Edits.", "format": {"type": "grammar", "grammar": GRAMMAR}}

@@ -1,0 +1,24 @@
+"""An agent of pydantic-ai, with a tool and a stream: python pydantic_agent.py chat|responses|messages PROMPT."""
+
+import asyncio
+import sys
+
+from pydantic_ai import Agent
+
+api, prompt = sys.argv[1:]
+prefix = {"chat": "openai-chat", "responses": "openai-responses", "messages": "anthropic"}[api]
+agent = Agent(f"{prefix}:policy", instructions="Add.")
+
+
+@agent.tool_plain
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+async def main() -> None:
+    async with agent.run_stream(prompt) as result:
+        print(await result.get_output())
+
+
+asyncio.run(main())
