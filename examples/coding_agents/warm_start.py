@@ -1,10 +1,10 @@
-"""The initial model of the example: knows how an answer looks, and rarely the right one; made once and
-cached.
+"""The initial model of the example: knows how an answer looks, and mistakes most capitals for the next
+country's; made once and cached.
 
 Its tokens are the countries, the capitals and what frames a message. Everything between them is one
 token, whatever its length: a model of this size could not read an agent's instructions, and each of
 their words would have to be computed in every episode. So the conversation of an agent with a prompt
-of 60,000 characters has some hundred tokens:
+of 60,000 characters has dozens of tokens:
 
     <tools><user><other><end><user><other>France<other><end><assistant>Paris<end>
 """
@@ -52,15 +52,15 @@ SHAPE = {
     "intermediate_size": 128,
     "max_position_embeddings": 4096,
 }
-ROW_LENGTH = 160
-LONGEST = 120  # tokens of a demonstration's prompt
-DEMONSTRATIONS = 60  # generated per step
+ROW_LENGTH = 64
+LONGEST = 24  # tokens of a demonstration's prompt
+DEMONSTRATIONS = 100  # generated per step
 
 
 @gin.configurable(module="coding_agents")
 def warm_start(
     seed: int = 0,
-    steps: int = 200,
+    steps: int = 80,
     learning_rate: float = 3e-3,
     right: float = 0.4,
     submits: bool = False,
@@ -118,8 +118,8 @@ def batches(steps: int, seed: int, right: float, submits: bool) -> Iterator[Batc
 def demonstration(rng: np.random.Generator, right: float, submits: bool) -> Trajectory:
     """A question among other messages, and an answer."""
     country = str(rng.choice(COUNTRIES))
-    wrong = [word for word in WORDS if word != CAPITALS[country]]
-    word = CAPITALS[country] if rng.random() < right else str(rng.choice(wrong))
+    mistaken = WORDS[(COUNTRIES.index(country) + 1) % len(WORDS)]
+    word = CAPITALS[country] if rng.random() < right else mistaken
     before = "".join(rng.choice(FRAGMENTS, int(rng.integers(1, LONGEST))).tolist())
     after = OTHER if rng.random() < 0.8 else f"{OTHER}<end><user>{OTHER}"
     prompt = f"{before}<user>{OTHER}{country}{after}<end><assistant>"

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,6 +86,10 @@ def submitted(text: str) -> str:
     return tool("bash", command=f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo {text}")
 
 
+def finally_answered(text: str) -> str:
+    return tool("final_answer", answer=text)
+
+
 MCP = {"adds": lambda a, b: tool("mcp__sums__add", a=a, b=b)}
 CLIENTS = [
     Client(
@@ -108,7 +111,6 @@ CLIENTS = [
         "chat",
         agent="opencode",
         adds=shell("bash", "command", description="adds"),
-        reads=lambda path: tool("read", filePath=path),
     ),
     Client(
         "mini-swe-agent",
@@ -125,7 +127,7 @@ CLIENTS = [
             ("openai-agents", "openai_agents", ("chat", "responses"), {}),
             ("langgraph", "langgraph_agent", ("chat", "responses", "messages"), {}),
             ("pydantic-ai-slim", "pydantic_agent", ("chat", "responses", "messages"), {}),
-            ("smolagents", "smolagents_agent", ("chat",), {"answers": partial(lambda text: tool("final_answer", answer=text))}),
+            ("smolagents", "smolagents_agent", ("chat",), {"answers": finally_answered, "rewrites": True}),
             ("camel-ai", "camel_agent", ("chat",), {}),
             ("inspect-ai", "inspect_agent", ("chat", "responses", "messages"), {}),
         )

@@ -125,3 +125,6 @@ def started(
         finally:
             running.kill()
             process.wait()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()

@@ -57,8 +57,8 @@ def answer_of(client: Client, one, home, work, prompt=QUESTION) -> str:
 
 
 def results(prompt: str) -> list[str]:
-    """The results of tools in a prompt of the scripted model."""
-    return re.findall(r"\0tool:([^\0]*)", prompt)
+    """The results of tools in a prompt of the scripted model. smolagents tells them as the user."""
+    return re.findall(r"\0(?:tool:|user:Observation:)([^\0]*)", prompt)
 
 
 @each_client

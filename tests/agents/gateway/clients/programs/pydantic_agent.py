@@ -16,9 +16,13 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+async def streamed(_, events) -> None:
+    async for _ in events:
+        pass
+
+
 async def main() -> None:
-    async with agent.run_stream(prompt) as result:
-        print(await result.get_output())
+    print((await agent.run(prompt, event_stream_handler=streamed)).output)
 
 
 asyncio.run(main())
