@@ -141,7 +141,8 @@ _NAMES = {
     "areal_x.algorithms.weighting": "sequence_mean token_mean",
     "areal_x.algorithms.recipes": (
         "cispo dapo decoupled_ppo distill dpo dppo dr_grpo gmpo grpo gspo icepop ipo kpop "
-        "lite_ppo m2po maxrl opo ppo reinforce_pp remax reward_model rloo sapo sft turn_ppo"
+        "lite_ppo m2po maxrl multi_distill opo ppo reinforce_pp remax reward_model rloo sapo self_distill "
+        "sft turn_ppo"
     ),
     "areal_x.batching.gradients": "token_gradients",
     "areal_x.batching.packing": "pack",

@@ -105,8 +105,12 @@ def findings(config: Config) -> Iterator[Finding]:
             settings.group_size,
             tasks["dataset"][:3],
             settings.minibatches,
+            settings.teachers,
         ),
     )
+    if settings.algorithm.teacher_weights is not None:
+        of = settings.algorithm, settings.teachers, tasks["dataset"]
+        yield look("teachers", lambda: algorithm.check_teachers(*of))
     workflow = data.find_rewarded(settings.workflow)
     if workflow is not None and tasks["dataset"]:
         must_vary = workflow is settings.workflow and learns_from_reward_alone(settings.algorithm)
@@ -190,10 +194,10 @@ def model_findings(
         of = settings, tasks, tokenizers[0], model
         sees = not devices or devices[0].images
         yield look("lengths", lambda: tokens.check_lengths(*of, sees=sees))
-    if urls := settings.scoring_urls():
+    if settings.scoring_urls():
         yield look(
             "scoring servers",
-            partial(servers.check_scoring_servers, settings, urls, model.directory),
+            partial(servers.check_scoring_servers, settings, model.directory),
         )
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
+from areal_x.batching.teachers import Reader
 from areal_x.cluster import trainers
+from areal_x.engines.fleet.addresses import server_urls
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer
-from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer import Scorer, Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, TrainerConfig
 from areal_x.protocols.workflow import Workflow
-from areal_x.settings import Settings
+from areal_x.settings import Settings, teacher_binding
 from areal_x.types import Loss
+from areal_x.workflows.single_turn import encode
 
 
 class ModelFactory(Settings):
@@ -77,16 +81,31 @@ class ModelFactory(Settings):
     ) -> Models:
         """Returns the models, of which the backend computes those that were created and servers
         the others."""
-        reference_servers = None
-        if self.algorithm.needs & {"reference", "teacher"} and (urls := self.scoring_urls()):
-            from areal_x.engines.scoring import server_scorer
+        served: dict[str, Scorer] = {}
+        for binding, given in self.scorers().items():
+            if urls := server_urls(binding, given):
+                from areal_x.engines.scoring import server_scorer
 
-            tokenizer, temperature = load_tokenizer(directory), self.temperature(workflow)
-            reference_servers = server_scorer(urls, self.vllm, self.sglang, tokenizer, temperature)
-        return Models(**created, reference_servers=reference_servers)
+                tokenizer, temperature = load_tokenizer(directory), self.temperature(workflow)
+                served[binding] = server_scorer(
+                    urls, self.vllm, self.sglang, tokenizer, temperature
+                )
+        several = {teacher_binding(name): name for name in self.teachers}
+        reader = None
+        if self.algorithm.teacher_context is not None:
+            tokenizer = load_tokenizer(directory)
+            reader = Reader(tokenizer, partial(encode, tokenizer))
+        return Models(
+            **{name: trainer for name, trainer in created.items() if name not in several},
+            reference_servers=next((x for name, x in served.items() if name not in several), None),
+            teachers={several[name]: x for name, x in created.items() if name in several},
+            teacher_servers={several[name]: x for name, x in served.items() if name in several},
+            reader=reader,
+        )
 
     def trainer_configs(self, directory: Path, workflow: Workflow) -> dict[str, TrainerConfig]:
-        """Returns the configs of the trainers that the algorithm needs, by their names in Models.
+        """Returns the configs of the trainers that the algorithm needs, by their names in Models; those
+        of several teachers by their bindings.
 
         The policy is the model at its sampling temperature, so that engine and trainer compute
         log-probabilities of one distribution.
@@ -115,13 +134,15 @@ class ModelFactory(Settings):
             policy["teacher"] = str(resolve(self.teacher).absolute())
             policy["divergence"] = self.algorithm.divergence
         found = {"policy": config_of(directory, **policy)}
-        if needs & {"reference", "teacher"} and not self.scoring_urls():
-            name = "teacher" if "teacher" in needs else "reference"
-            path = getattr(self, name)
-            other = directory if path is None else resolve(path)
-            check_vocabulary(f"train.{name}", other, directory)
+        for binding, given in self.scorers().items():
+            if server_urls(binding, given):
+                continue
+            assert given is None or isinstance(given, str) or callable(given)  # no servers
+            other = directory if given is None else resolve(given)
+            check_vocabulary(binding, other, directory)
+            name = binding if "teachers" in needs else "reference"
             no_lora = LoRAConfig(rank=0)
-            found["reference"] = config_of(other, frozen=True, lora=no_lora, **others)
+            found[name] = config_of(other, frozen=True, lora=no_lora, **others)
         if "values" in needs:
             first = directory if self.critic.path is None else resolve(self.critic.path)
             check_vocabulary("critic.path", first, directory)

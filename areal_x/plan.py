@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.algorithm import SCORERS, Algorithm
 from areal_x.algorithms.recipes import grpo
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early
@@ -236,7 +236,7 @@ def forward_passes(config: Config) -> int:
     algorithm: Algorithm = grpo()
     if config.is_bound("train.algorithm"):
         algorithm = copy.deepcopy(config.value("train.algorithm"))  # calls gin's reference
-    models = algorithm.needs & {"reference", "teacher", "teacher_logits", "values"}
+    models = algorithm.needs & {"teacher_logits", "values", *SCORERS}
     return bool(algorithm.extra_pass(config.value("train.minibatches"))) + len(models)
 
 

@@ -30,6 +30,7 @@ from areal_x.rollout.replayed import ReplayedRollout
 from areal_x.run import run_dir
 from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
+from areal_x.tasks.stream import TaskStream
 from areal_x.train import fail, parser_of, with_config
 
 # Parameters of `train` that only generation needs.
@@ -58,7 +59,8 @@ class Replay(Experiment):
         return {}  # there is no engine
 
     def create_rollout(self, *_: Any, **__: Any) -> Any:
-        return ReplayedRollout(Journal(self.recorded), self.recorded_steps())
+        tasks = TaskStream(self.dataset, self.seed).task_at if self.dataset else None
+        return ReplayedRollout(Journal(self.recorded), self.recorded_steps(), tasks)
 
     def create_threads(self, trainer: Any) -> cores.Threads:
         return RecordedThreads(
@@ -114,10 +116,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def replay(run: Path, message: Callable[[str], None] = print) -> Path:
     """Replays a run with the present parameters of `train` and returns the replay's directory,
-    `<run>-replay-1` and so on."""
+    `<run>-replay-1` and so on.
+
+    Raises: UserError for an algorithm that reads tasks in a run whose file binds no dataset.
+    """
+    dataset = bound_dataset()
     for name, nothing in (("dataset", ()), ("held_out", ()), ("evaluation", None)):
         gin.bind_parameter(f"train.{name}", nothing)  # so that they are not built
     experiment = gin.get_configurable("train")()
+    if experiment.algorithm.reads_tasks:  # what a teacher reads is in no journal
+        gin.bind_parameter("train.dataset", dataset)
+        experiment = gin.get_configurable("train")()
+        if not experiment.dataset:
+            raise UserError(
+                f"{experiment.algorithm.name} reads tasks, which no journal has: bind train.dataset to"
+                " the dataset of the run"
+            )
     settings = {f.name: getattr(experiment, f.name) for f in fields(experiment)}
     name = run_dir.claim_name(run.parent, f"{run.name}-replay")
     changes = {"name": name, "runs": str(run.parent), "recorded": run}
@@ -126,6 +140,14 @@ def replay(run: Path, message: Callable[[str], None] = print) -> Path:
     result = replayed.run()
     message(compare_losses(read(run), result.metrics))
     return result.directory
+
+
+def bound_dataset() -> Any:
+    """Returns what train.dataset is bound to, unbuilt; () if nothing."""
+    try:
+        return gin.query_parameter("train.dataset")
+    except ValueError:
+        return ()
 
 
 def compare_losses(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> str:

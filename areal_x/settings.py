@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal_x.algorithms.algorithm import Algorithm
@@ -32,6 +32,8 @@ from areal_x.run.journal import JournalConfig
 from areal_x.types import Task
 
 ENGINES = ("embedded", "vllm", "sglang", "none")
+# What names a model, or the servers that have it.
+Named = str | Sequence[str] | Callable[[], str]
 
 
 @dataclass(kw_only=True)
@@ -63,14 +65,18 @@ class Settings:
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic of algorithms that need one."""
 
-    reference: str | Sequence[str] | Callable[[], str] | None = None
+    reference: Named | None = None
     """Reference model of a KL penalty or of DPO; None uses the initial policy. A directory, a hub
     name, a function that creates one, or the address (or addresses) of vLLM or SGLang servers that
     have the model, as "http://127.0.0.1:8000". A server's key is in the variable named by
     vllm.key_variable or sglang.key_variable; servers score only what is sampled at temperature 1."""
 
-    teacher: str | Sequence[str] | Callable[[], str] | None = None
+    teacher: Named | None = None
     """The model to distill from, given like `reference`."""
+
+    teachers: Mapping[str, Named] = field(default_factory=dict)
+    """Several models to distill from, by the names that `multi_distill.weights` returns, each given like
+    `reference`."""
 
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     """The embedded engine."""
@@ -214,18 +220,15 @@ class Settings:
         if self.filtered_groups is not None:
             positive("train.filtered_groups", self.filtered_groups)
         validate_group_size(self.algorithm, self.group_size)
-        for name in ("reference", "teacher"):
-            server_urls(f"train.{name}", getattr(self, name))
+        for binding, given in self._named().items():
+            server_urls(binding, given)
         if "teacher_logits" in self.algorithm.needs and server_urls("train.teacher", self.teacher):
             wanted = (
                 "a directory or a hub name: no server returns the whole distribution, which"
                 f" {self.algorithm.name} needs"
             )
             raise ConfigError("train.teacher", self.teacher, wanted)
-        if self.algorithm.needs & {"teacher", "teacher_logits"} and self.teacher is None:
-            raise ConfigError(
-                "train.teacher", None, f"the model that {self.algorithm.name} distills from"
-            )
+        self._check_teachers()
         if self.algorithm.head != "policy" and self.engine != "none":
             raise ConfigError(
                 "train.engine",
@@ -298,6 +301,20 @@ class Settings:
                 )
                 raise ConfigError(binding, context, wanted)
 
+    def _check_teachers(self) -> None:
+        algorithm = self.algorithm
+        wanted = f"the model that {algorithm.name} distills from"
+        teaches_itself = algorithm.teacher_context is not None
+        if (
+            algorithm.needs & {"teacher", "teacher_logits"}
+            and self.teacher is None
+            and not teaches_itself
+        ):
+            raise ConfigError("train.teacher", None, wanted)
+        if "teachers" in algorithm.needs and not self.teachers:
+            wanted = f"{{name: model}} of the models that {algorithm.name} distills from"
+            raise ConfigError("train.teachers", dict(self.teachers), wanted)
+
     def _check_speculation(self) -> None:
         """Raises: ConfigError for guesses that the engine cannot make."""
         if self.speculation.active and self.engine == "none":
@@ -325,14 +342,13 @@ class Settings:
                 " model runner, and reports kept tokens with its first"
             )
             raise ConfigError("trainer.replay_experts", True, wanted)
-        for name in ("reference", "teacher"):
-            given = getattr(self, name)
-            if server_urls(f"train.{name}", given):
+        for binding, given in self._named().items():
+            if server_urls(binding, given):
                 wanted = (
                     "a model directory with sampling.top_p, top_k or min_p: a server scores tokens"
                     " among the whole vocabulary, and not among those that were kept"
                 )
-                raise ConfigError(f"train.{name}", given, wanted)
+                raise ConfigError(binding, given, wanted)
 
     @property
     def fleet(self) -> FleetConfig | None:
@@ -359,13 +375,30 @@ class Settings:
         """The number of processes that the rollout is divided among; 0 for none but the run's."""
         return self.placement.shards
 
-    def scoring_urls(self) -> tuple[str, ...]:
-        """Returns the servers that score in place of a reference or teacher that the algorithm
-        needs; none if a trainer scores."""
+    def _named(self) -> dict[str, Named | None]:
+        """Returns every model that could score tokens, by its binding."""
+        return {
+            "train.reference": self.reference,
+            "train.teacher": self.teacher,
+            **{teacher_binding(name): given for name, given in self.teachers.items()},
+        }
+
+    def scorers(self) -> dict[str, Named | None]:
+        """Returns the models that score tokens for the algorithm, as reference or teachers, by their
+        bindings; None is the initial policy."""
+        needs, named = self.algorithm.needs, self._named()
         for name in ("teacher", "reference"):
-            if name in self.algorithm.needs:
-                return server_urls(f"train.{name}", getattr(self, name))
-        return ()
+            if name in needs:
+                return {f"train.{name}": named[f"train.{name}"]}
+        if "teachers" in needs:
+            return {binding: named[binding] for binding in map(teacher_binding, self.teachers)}
+        return {}
+
+    def scoring_urls(self) -> tuple[str, ...]:
+        """Returns all servers that score in place of references or teachers that the algorithm
+        needs; none if trainers score."""
+        found = (server_urls(binding, given) for binding, given in self.scorers().items())
+        return tuple(url for urls in found for url in urls)
 
     def temperature(self, workflow: Workflow) -> float:
         """Returns the policy's sampling temperature."""
@@ -430,3 +463,8 @@ class Settings:
             wanted = "False with a workflow whose episodes are begun and ended from outside"
         if wanted is not None:
             raise ConfigError("train.deterministic", True, wanted)
+
+
+def teacher_binding(name: str) -> str:
+    """Returns where one of several teachers is given."""
+    return f"train.teachers[{name!r}]"

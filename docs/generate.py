@@ -36,6 +36,7 @@ the file. `@name` refers to a function or class, `@name()` to what it returns. W
 NOT_BOUND = {"policy", "batch", "mask", "segment_ids", "rewards", "groups", "task", "text", "log_ratio", "values", "lengths"}
 NOT_BOUND |= {"groups_of_segments", "turn_rewards", "group", "truncated"}
 ALGORITHMS = Path(__file__).with_name("algorithms.md")
+RECIPES = ("on_policy", "critics", "off_policy", "teachers", "offline")  # the modules, in the order of the page
 ALGORITHMS_HEAD = """# Algorithms
 
 Written by `python docs/generate.py` from the code's own docstrings and defaults; do not edit.
@@ -142,7 +143,7 @@ def algorithms() -> str:
     described = descriptions(Algorithm) | descriptions(add_penalties)
     rows = [f"| `{part}` | {cell(described[part])} |" for part in (*PARTS, *PENALTIES)]
     text = ALGORITHMS_HEAD.replace("PARTS", "\n".join(rows))
-    for recipe in [r for r in vars(recipes).values() if inspect.isfunction(inspect.unwrap(r)) and is_recipe(r)]:
+    for recipe in [getattr(recipes, name) for module in RECIPES for name in recipes_of(module)]:
         required = {"max_tokens": 1024} if "max_tokens" in inspect.signature(recipe).parameters else {}
         algorithm = recipe(**required)
         summary, arguments = split_arguments(inspect.getdoc(recipe) or "")
@@ -166,9 +167,10 @@ def models() -> str:
     return MODELS_HEAD + "\n".join(rows) + ENGINES_HEAD + "\n".join(served) + "\n"
 
 
-def is_recipe(function: Any) -> bool:
-    plain = inspect.unwrap(function)
-    return bool(plain.__module__ == recipes.__name__ and "parts" in plain.__code__.co_varnames)
+def recipes_of(module: str) -> list[str]:
+    """The recipes of a module, in its order."""
+    functions = vars(importlib.import_module(f"{recipes.__name__}.{module}"))
+    return [name for name in functions if name in recipes.__all__]
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ POLICY = {
     "entropy_bonus": partial(losses.entropy_bonus, coefficient=0.1),
     "sft": losses.sft,
     "sampled_reverse_kl": losses.sampled_reverse_kl,
+    "clipped_reverse_kl": partial(losses.clipped_reverse_kl, clip=0.2),
     "divergence": losses.divergence,
     "dpo": preferences.dpo_loss,
     "ipo": preferences.ipo_loss,

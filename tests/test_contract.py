@@ -65,7 +65,7 @@ FUNCTIONS = {
 RECIPES = (
     *("grpo", "dr_grpo", "dapo", "lite_ppo", "gspo", "gmpo", "sapo", "cispo", "rloo", "reinforce_pp", "ppo", "m2po"),
     *("decoupled_ppo", "dppo", "opo", "remax", "distill", "sft", "dpo", "ipo", "reward_model"),
-    *("icepop", "kpop", "maxrl", "turn_ppo"),
+    *("icepop", "kpop", "maxrl", "turn_ppo", "self_distill", "multi_distill"),
 )
 FIELDS = {
     "Task": "id prompt answer metadata",

@@ -14,6 +14,9 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import CriticConfig, OptimizerConfig
+from areal_x.replay import Replay
+from areal_x.testing.models import write_model
+from areal_x.testing.reference import Reference
 from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
 from tests.thorough import further
@@ -191,8 +194,51 @@ def test_a_student_comes_nearer_to_its_teacher(experiment, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "backend, teacher, changes",
+    [("torch", "initial", {}), *further(("jax", "initial", {}), ("torch", "current", {"share_prompts": True}))],
+    indirect=["backend"],
+)
+def test_a_model_learns_what_it_would_answer_had_it_read_more(experiment, teacher, changes):
+    def hinted(task):
+        return "1+1+1+" + task.prompt
+
+    algorithm = recipes.self_distill(hinted, teacher=teacher, clip=3.0)
+    run = replace(experiment, algorithm=algorithm, steps=12, group_size=8, **changes)
+    turns = [turn for turn in run.turns(run.open()) if turn.groups]
+    gaps = [turn.metrics["teacher_kl"] for turn in turns]
+    assert np.mean(gaps[-3:]) < 0.7 * gaps[0]
+    again = Replay(**{**vars(run), "recorded": Path(run.runs) / "run", "name": None}).run()
+    assert [row["loss"] for row in again.metrics if "loss" in row] == [turn.metrics["loss"] for turn in turns]
+
+
+@on_both
+def test_every_task_is_learned_from_the_teacher_of_its_domain(experiment, tmp_path):
+    teachers = {name: str(write_model(tmp_path / name, seed=seed)) for name, seed in (("even", 5), ("odd", 6))}
+    tasks = [replace(task, metadata={"domain": ("even", "odd")[i % 2]}) for i, task in enumerate(TASKS)]
+    algorithm = recipes.multi_distill()
+    run = replace(experiment, algorithm=algorithm, teachers=teachers, dataset=tasks, steps=6, groups_per_step=4)
+    turns = [turn for turn in run.turns(run.open()) if turn.groups]
+    gaps = [turn.metrics["teacher_kl"] for turn in turns]
+    assert gaps[-1] < 0.9 * gaps[0]
+    references = {name: Reference(Path(path)) for name, path in teachers.items()}
+    scored = sorted(np.round(turns[0].batch.reference_logp[turns[0].batch.mask], 3).tolist())
+    wanted = [
+        references[group.task.metadata["domain"]].logprobs(t.tokens)[t.mask]
+        for group in turns[0].groups
+        for e in group.scored
+        for t in e.trajectories
+    ]
+    np.testing.assert_allclose(scored, sorted(np.concatenate(wanted).tolist()), atol=2e-3)
+
+
+@pytest.mark.parametrize(
     "changes, says",
     [
+        ({"algorithm": recipes.multi_distill()}, r"train\.teachers = {} .* {name: model} of the models"),
+        (
+            {"algorithm": recipes.multi_distill(), "teachers": {"a": ["x"]}},
+            r"train\.teachers\['a'\] = \['x'\] .* a directory, a hub name",
+        ),
         ({"algorithm": recipes.distill()}, r"train\.teacher = None"),
         ({"algorithm": recipes.distill(beta=0.5)}, r"train\.teacher = None"),
         ({"algorithm": recipes.distill(beta=0.5), "teacher": "http://host:8000"}, "no server returns the whole distribution"),

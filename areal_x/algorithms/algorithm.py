@@ -4,7 +4,7 @@ none knows the others."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -17,17 +17,31 @@ from areal_x.algorithms.losses import summands
 from areal_x.algorithms.parts import RecipeCall, parameter_names, unwrapped
 from areal_x.algorithms.validation import host_only, validate_parts
 from areal_x.errors import ConfigError, at_least, function_name, one_of
-from areal_x.types import Array, Batch, Divergence, Group, Loss, LossTerms, Policy, evaluate_loss
+from areal_x.types import (
+    Array,
+    Batch,
+    Divergence,
+    Group,
+    Loss,
+    LossTerms,
+    Policy,
+    Task,
+    evaluate_loss,
+)
 
 Advantages = Callable[..., Any]
 Weighting = Callable[..., Array]
 Correction = Callable[[Array, Array, Array], Array]
 Filter = Callable[[Group], bool]
 Shaping = Callable[[np.ndarray], np.ndarray]
+TeacherContext = Callable[..., Any]
+TeacherWeights = Callable[[Task], Mapping[str, float]]
 
 PROXIMAL = ("behavior", "recompute", "interpolate")
 TRUNCATED = ("train", "mask", "bootstrap")
-NEEDS = ("entropy", "reference", "teacher", "teacher_logits", "values", "greedy")
+# Whose log-probabilities a batch has in the reference's place.
+SCORERS = frozenset({"reference", "teacher", "teachers", "self"})
+NEEDS = ("entropy", *sorted(SCORERS), "teacher_logits", "values", "greedy")
 
 
 @dataclass(frozen=True)
@@ -93,11 +107,21 @@ class Algorithm:
     """`(student_logits, teacher_logits) [..., vocabulary] → [...]`, which the loss reads as
     `policy.divergence`."""
 
+    teacher_context: TeacherContext | None = None
+    """What a teacher reads in place of an answer's prompt: a function of those of `task`, `group`,
+    `episode` and `tokenizer` that its parameters name, which returns a text, chat messages, or None
+    for the prompt itself."""
+
+    teacher_weights: TeacherWeights | None = None
+    """`(task) → {teacher: weight}`: how much each of `train.teachers` counts."""
+
     needs: frozenset[str] = frozenset()
     """Inputs that cost the run extra: "entropy" (of the full distribution), "reference" (a frozen
     copy of the initial policy), "teacher" (another model, whose log-probabilities take the
-    reference's place), "teacher_logits" (the teacher's full distribution at each token, which only
-    `divergence` reads), "values" (a critic), "greedy" (a greedy answer to each task)."""
+    reference's place), "teachers" (several, weighted by `teacher_weights`), "self" (in the teacher's
+    place, the policy before the step, behind `teacher_context`), "teacher_logits" (the teacher's full
+    distribution at each token, which only `divergence` reads), "values" (a critic), "greedy" (a
+    greedy answer to each task)."""
 
     pairs: bool = False
     """True if an episode is two trajectories, chosen and rejected, that must be adjacent in a
@@ -135,10 +159,10 @@ class Algorithm:
             raise ConfigError(f"{self.name}.truncated", self.truncated, wanted)
         for need in self.needs:
             one_of(f"{self.name}.needs", need, NEEDS)
-        if {"reference", "teacher"} <= self.needs:
-            raise ConfigError(
-                f"{self.name}.needs", sorted(self.needs), "without either 'reference' or 'teacher'"
-            )
+        if len(scorers := sorted(self.needs & SCORERS)) > 1:
+            wanted = f"without either {' or '.join(map(repr, scorers))}"
+            raise ConfigError(f"{self.name}.needs", sorted(self.needs), wanted)
+        self._check_teachers()
         if ("values" in self.needs) != (self.value_loss is not None):
             raise ConfigError(
                 f"{self.name}.value_loss",
@@ -152,6 +176,22 @@ class Algorithm:
                 "given if and only if 'teacher_logits' is needed",
             )
         validate_parts(self)
+
+    def _check_teachers(self) -> None:
+        if ("teachers" in self.needs) != (self.teacher_weights is not None):
+            wanted = "given if and only if 'teachers' are needed"
+            raise ConfigError(f"{self.name}.teacher_weights", self.teacher_weights, wanted)
+        if "self" in self.needs and self.teacher_context is None:
+            wanted = "given, as a model that reads what it read before teaches itself nothing"
+            raise ConfigError(f"{self.name}.teacher_context", None, wanted)
+        if self.teacher_context is not None and not self.needs & (SCORERS - {"reference"}):
+            wanted = "left out, as no teacher scores tokens"
+            raise ConfigError(f"{self.name}.teacher_context", self.teacher_context, wanted)
+
+    @property
+    def reads_tasks(self) -> bool:
+        """True if it computes from tasks, and not only from their groups' episodes."""
+        return self.teacher_context is not None or self.teacher_weights is not None
 
     def extra_pass(self, minibatches: int = 1) -> str:
         """Returns the reason why a forward pass before the step must compute the proximal policy's
@@ -204,6 +244,8 @@ class Algorithm:
                 for factor, loss in summands(self.loss)
             ),
             ("divergence", self.divergence),
+            ("teacher's context", self.teacher_context),
+            ("teachers' weights", self.teacher_weights),
             ("weighting", self.weighting),
             ("corrections", self.corrections),
             ("value loss", self.value_loss),

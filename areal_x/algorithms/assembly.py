@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from areal_x.algorithms import losses
-from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.algorithm import SCORERS, Algorithm
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.errors import ConfigError, at_least, nearest, one_of
 from areal_x.types import Loss
@@ -40,7 +40,7 @@ def assemble(recipe: Callable[..., Algorithm], parts: Mapping[str, Any], **own: 
             )
     chosen = own | {part: x for part, x in parts.items() if part in PARTS}
     needs = chosen.get("needs", frozenset())
-    if chosen.get("reward_kl") and "teacher" not in needs:
+    if chosen.get("reward_kl") and not needs & SCORERS:
         needs |= {"reference"}
     penalties = {key: x for key, x in parts.items() if key in PENALTIES}
     chosen["loss"], chosen["needs"] = add_penalties(name, chosen["loss"], needs, **penalties)

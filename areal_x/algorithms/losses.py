@@ -358,6 +358,22 @@ def sampled_reverse_kl(policy: Policy, batch: Batch) -> LossTerms:
 
 
 @gin.configurable(module="losses")
+def clipped_reverse_kl(policy: Policy, batch: Batch, clip: float = 5.0) -> LossTerms:
+    """`sampled_reverse_kl` with a bounded advantage: term = -sg(clip(teacher - logp, -c, c)) logp.
+
+    Source: the pointwise clipping of OPSD, arXiv 2601.18734, at the sampled token.
+
+    Args:
+        clip: c, in nats; above 0.
+    """
+    xp = array_namespace(policy.logp)
+    logp = masked(policy.logp, batch.mask)
+    gap = stop_gradient(masked(batch.reference_logp, batch.mask) - logp)
+    bounded = xp.clip(gap, -clip, clip)
+    return -bounded * logp, {"teacher_kl": -gap, "clip_fraction": bounded != gap}
+
+
+@gin.configurable(module="losses")
 def divergence(policy: Policy, batch: Batch) -> LossTerms:
     """On-policy distillation with the teacher's full distribution: term = policy.divergence, which
     the trainer computes.

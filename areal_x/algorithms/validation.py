@@ -16,12 +16,12 @@ from areal_x.types import Batch, Episode, Group, Loss, Policy, Scored, Task
 if TYPE_CHECKING:
     from areal_x.algorithms.algorithm import Algorithm, Correction
 
-TEACHERS = frozenset({"teacher", "teacher_logits"})
+TEACHERS = frozenset({"teacher", "teachers", "self", "teacher_logits"})
 ROUNDING = 1e-9  # an advantage of at most this size is rounding error
 
 # array that a loss may read → the settings that provide it
 PROVIDED_BY = {
-    "reference_logp": "needs (by 'reference' or 'teacher')",
+    "reference_logp": "needs (by 'reference', 'teacher', 'teachers' or 'self')",
     "entropy": "needs (by 'entropy')",
     "divergence": "divergence and needs (by 'teacher_logits')",
     "returns": "needs (by 'values')",
@@ -131,7 +131,8 @@ def missing_inputs(algorithm: Algorithm) -> list[str]:
     """Names of the arrays in PROVIDED_BY that the algorithm's loss does not get."""
     needs = algorithm.needs
     provided = {
-        "reference_logp": needs & {"reference", "teacher"} or algorithm.reward_kl > 0,
+        "reference_logp": needs & {"reference", "teacher", "teachers", "self"}
+        or algorithm.reward_kl > 0,
         "entropy": "entropy" in needs,
         "divergence": "teacher_logits" in needs,
         "returns": "values" in needs,

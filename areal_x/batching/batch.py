@@ -8,8 +8,8 @@ batches ◀── weights × corrections ◀── advantages, returns ◀──
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import k1
 from areal_x.algorithms.parts import call_by_name, parameter_names
 from areal_x.batching.packing import Packed, pack
+from areal_x.batching.teachers import ONE, Reader, teacher_logprobs
 from areal_x.errors import UserError, function_name
 from areal_x.protocols.trainer import RestsOnHost, Scorer, Trainer
 from areal_x.runtime import interrupts
@@ -40,14 +41,35 @@ class Models:
     reference_servers: Scorer | None = None
     """The reference or teacher, if servers compute it."""
 
+    teachers: Mapping[str, Trainer] = field(default_factory=dict)
+    """Several teachers, by name: those that the backend computes."""
+
+    teacher_servers: Mapping[str, Scorer] = field(default_factory=dict)
+    """Those of several teachers that servers compute."""
+
+    reader: Reader | None = None
+    """Tokenises what only a teacher reads, if the algorithm has such a context."""
+
     @property
     def scorer(self) -> Scorer | None:
         """The reference or teacher, wherever it is computed."""
         return self.reference if self.reference_servers is None else self.reference_servers
 
+    def taught_by(self, algorithm: Algorithm) -> Mapping[str, Scorer]:
+        """Returns what scores the answers that are packed anew for it: several teachers by name, or
+        one as ONE; nothing for an algorithm whose reference or teacher reads the batch itself."""
+        if not algorithm.reads_tasks:
+            return {}
+        if "teachers" in algorithm.needs:
+            return {**self.teachers, **self.teacher_servers}
+        scorer = self.policy if "self" in algorithm.needs else self.scorer
+        assert scorer is not None
+        return {ONE: scorer}
+
     def trainers(self) -> dict[str, Trainer]:
         """Returns the models that the backend computes, by name."""
         found = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        found |= {f"teacher {name!r}": model for name, model in self.teachers.items()}
         return {name: model for name, model in found.items() if model is not None}
 
     def rest(self) -> None:
@@ -97,17 +119,26 @@ class Minibatch:
 
     episodes: Sequence[Episode]
 
-    tickets: Sequence[int]
-    """For each episode, the ticket of its group."""
-
-    greedy_rewards: Sequence[float]
-    """For each episode, the reward of the greedy answer to its task; NaN if there is none."""
+    groups: Sequence[Group]
+    """For each episode, its group."""
 
     episode_of: Sequence[int]
     """For each trajectory, the index of its episode."""
 
     trajectories: Sequence[Trajectory]
     packed: Packed
+
+    @property
+    def tickets(self) -> list[int]:
+        """For each episode, the ticket of its group."""
+        return [group.ticket for group in self.groups]
+
+    @property
+    def greedy_rewards(self) -> list[float]:
+        """For each episode, the reward of the greedy answer to its task; NaN if there is none."""
+        return [
+            np.nan if group.greedy_reward is None else group.greedy_reward for group in self.groups
+        ]
 
 
 def make_batches(
@@ -169,9 +200,7 @@ def fill_batches(
     are left to `Algorithm.step_loss(own_pass=True)`, which computes them from the step's own forward
     pass; only where `Algorithm.uses_own_pass`.
     """
-    batches = [
-        add_model_outputs(part.packed.batch, algorithm, models, version, own_pass) for part in parts
-    ]
+    batches = [add_model_outputs(part, algorithm, models, version, own_pass) for part in parts]
     if algorithm.advantages is not None:
         batches = add_advantages(batches, parts, algorithm)
         batches = [apply_credit(batch, part) for batch, part in zip(batches, parts, strict=True)]
@@ -202,10 +231,7 @@ def pack_groups(
     trajectories = [trajectory for episode, _ in episodes for trajectory in episode.trajectories]
     return Minibatch(
         episodes=[episode for episode, _ in episodes],
-        tickets=[group.ticket for _, group in episodes],
-        greedy_rewards=[
-            np.nan if group.greedy_reward is None else group.greedy_reward for _, group in episodes
-        ],
+        groups=[group for _, group in episodes],
         episode_of=episode_of,
         trajectories=trajectories,
         packed=pack(
@@ -218,11 +244,12 @@ def pack_groups(
 
 
 def add_model_outputs(
-    batch: Batch, algorithm: Algorithm, models: Models, version: int, own_pass: bool
+    part: Minibatch, algorithm: Algorithm, models: Models, version: int, own_pass: bool
 ) -> Batch:
-    """Adds the tokens' ages and every log-probability and value that the algorithm reads.
+    """Returns the batch with the tokens' ages and every log-probability and value that the algorithm reads.
     own_pass: without the proximal policy's, which the step computes."""
     interrupts.raise_if_interrupted()
+    batch = part.packed.batch
     versions = np.asarray(batch.versions)
     ages = np.where(versions == NOT_THE_POLICY, 0, version - versions).astype(np.int32)
     batch = batch.replace(ages=ages)
@@ -231,9 +258,25 @@ def add_model_outputs(
         proximal = None if own_pass else models.policy.logprobs(batch)
     return batch.replace(
         proximal_logp=proximal,
-        reference_logp=None if models.scorer is None else models.scorer.logprobs(batch),
+        reference_logp=reference_logprobs(batch, part, algorithm, models),
         old_values=None if models.critic is None else models.critic.values(batch),
     )
+
+
+def reference_logprobs(
+    batch: Batch, part: Minibatch, algorithm: Algorithm, models: Models
+) -> np.ndarray | None:
+    """Returns the log-probabilities of the reference or of whatever teaches in its place."""
+    if teachers := models.taught_by(algorithm):
+        sources = [(part.groups[e], part.episodes[e]) for e in part.episode_of]
+        taught: np.ndarray = teacher_logprobs(
+            part.packed, part.trajectories, sources, algorithm, teachers, models.reader
+        )
+        return taught
+    if models.scorer is None:
+        return None
+    scored: np.ndarray = models.scorer.logprobs(batch)
+    return scored
 
 
 # ---- rewards

@@ -14,6 +14,7 @@ import numpy as np
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.validation import missing_inputs
 from areal_x.batching.batch import Models, make_batches
+from areal_x.batching.teachers import Reader, weights_of
 from areal_x.errors import UserError, function_name
 from areal_x.protocols.backends import Backend, load_backend
 from areal_x.types import Batch, Episode, Group, Loss, Policy, Scored, Task, Trajectory
@@ -37,15 +38,24 @@ class RandomModel:
         return np.where(batch.mask, self._random.normal(size=batch.shape), 0).astype(np.float32)
 
 
+class Undecoded:
+    """A tokenizer for the examples' ids, which are no text."""
+
+    def decode(self, ids: Sequence[int], **_: bool) -> str:
+        return " ".join(map(str, ids))
+
+
 def check_algorithm(
     algorithm: Algorithm,
     backend: str,
     group_size: int,
     tasks: Sequence[Task] = (),
     minibatches: int = 1,
+    teachers: Collection[str] = (),
 ) -> str:
     """Makes a batch with the algorithm and differentiates its losses. tasks: some of the run's own,
-    for filters that read them. minibatches: optimizer steps per batch of the run.
+    for filters and teachers that read them. minibatches: optimizer steps per batch of the run.
+    teachers: the names of several.
 
     Raises: UserError for a part whose result has the wrong shape, and for a loss that is not
     (terms, metrics), is not 0 where masked out, is not finite, or has no gradient. Also raises
@@ -67,6 +77,8 @@ def check_algorithm(
     models = Models(
         policy=RandomModel(0),  # type: ignore[arg-type]  # no other method of a trainer is called
         reference_servers=None if "reference_logp" in missing else RandomModel(1),
+        teacher_servers={name: RandomModel(1) for name in teachers},
+        reader=Reader(Undecoded(), lambda prompt: np.arange(PROMPT, dtype=np.int32)),
         critic=None if "old_values" in missing else RandomModel(2),  # type: ignore[arg-type]
     )
     own_pass = algorithm.uses_own_pass(minibatches)
@@ -77,6 +89,16 @@ def check_algorithm(
         values = RandomModel(3).values(batch)
         check_loss(algorithm.value_loss, Policy(values=values), batch, loaded)
     return f"{algorithm.name}: its parts fit together and its loss has a gradient"
+
+
+def check_teachers(algorithm: Algorithm, teachers: Collection[str], tasks: Sequence[Task]) -> str:
+    """Looks up the teachers of all tasks. Raises: UserError for a task whose teacher is not there."""
+    there = {name: RandomModel(1) for name in teachers}
+    count = dict.fromkeys(teachers, 0)
+    for task in tasks:
+        for name in weights_of(algorithm, Group(task, 0, 0), there):
+            count[name] += 1
+    return "; ".join(f"{name} teaches {n} of {len(tasks)} tasks" for name, n in count.items())
 
 
 def check_loss(loss: Loss, policy: Policy, batch: Batch, backend: Backend) -> None:
@@ -124,7 +146,8 @@ def example_groups(
             tuple(trajectory(2 + (i + j) % (ANSWER - 1), reward) for j in range(count)),
         )
 
-    first = [*tasks, *(Task(str(g), "") for g in range(3))][:3]
+    given = list(tasks) or [Task(str(g), "") for g in range(3)]
+    first = [given[g % len(given)] for g in range(3)]
     groups = [
         Group(task, g, 0, tuple(episode(g + i) for i in range(group_size)))
         for g, task in enumerate(first)

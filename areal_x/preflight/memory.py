@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from areal_x.engines.fleet.addresses import server_urls
 from areal_x.errors import ConfigError
 from areal_x.preflight.deltas import delta_room
 from areal_x.preflight.model import Model, find_model
@@ -96,8 +97,10 @@ def estimate(settings: Settings, model: Model, devices: Devices) -> Estimate:
     frozen = model.parameters * item / shards
     needs = settings.algorithm.needs
     others = 0.0
-    if needs & {"reference", "teacher"} and not settings.scoring_urls():
-        others += frozen
+    # teachers are taken to be as large as the policy
+    others += frozen * sum(
+        not server_urls(binding, given) for binding, given in settings.scorers().items()
+    )
     if "values" in needs:
         others += trained
     room = delta_room(settings, model, on_cpu)

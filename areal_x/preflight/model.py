@@ -60,8 +60,8 @@ def other_models(settings: Settings) -> dict[str, Path]:
     the hub are not included."""
     needs, workflow = settings.algorithm.needs, settings.workflow
     paths: dict[str, Any] = {
-        "train.teacher": settings.teacher if needs & {"teacher", "teacher_logits"} else None,
-        "train.reference": settings.reference if "reference" in needs else None,
+        "train.teacher": settings.teacher if "teacher_logits" in needs else None,
+        **settings.scorers(),
         "speculation.draft": settings.speculation.draft or None,
         "critic.path": settings.critic.path if "values" in needs else None,
         "learned_reward.path": workflow.path if isinstance(workflow, LearnedReward) else None,

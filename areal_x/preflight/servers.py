@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from areal_x.engines.fleet.addresses import server_urls
 from areal_x.engines.fleet.client import Client
 from areal_x.engines.fleet.config import FleetConfig
 from areal_x.engines.fleet.quantised import check_quantised
@@ -153,10 +154,12 @@ async def query_server(
         await client.close()
 
 
-def check_scoring_servers(settings: Settings, urls: Sequence[str], directory: Path) -> str:
-    """Checks that a reference's or teacher's servers answer, accept the key, and tokenise as the
+def check_scoring_servers(settings: Settings, directory: Path) -> str:
+    """Checks that a reference's or the teachers' servers answer, accept the key, and tokenise as the
     trained model does."""
     temperature = settings.temperature(settings.workflow)
     tokenizer = load_tokenizer(directory)
-    server_scorer(urls, settings.vllm, settings.sglang, tokenizer, temperature)
-    return f"{len(urls)} answer, with the same tokens"
+    for binding, given in settings.scorers().items():
+        if urls := server_urls(binding, given):
+            server_scorer(urls, settings.vllm, settings.sglang, tokenizer, temperature)
+    return f"{len(settings.scoring_urls())} answer, with the same tokens"

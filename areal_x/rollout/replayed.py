@@ -7,15 +7,19 @@ from collections.abc import Iterator, Sequence
 from areal_x.protocols.trainer import Trainer
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
-from areal_x.run.journal import Journal
+from areal_x.run.journal import Journal, TaskAt
 from areal_x.types import Group
 
 
 class ReplayedRollout:
     """Stands in for a `Rollout` and returns the recorded groups of one step after another."""
 
-    def __init__(self, recorded: Journal, steps: Sequence[int]) -> None:
+    def __init__(
+        self, recorded: Journal, steps: Sequence[int], task_at: TaskAt | None = None
+    ) -> None:
+        """task_at: returns the task at a position; without it, tasks have only an id."""
         self._recorded = recorded
+        self._task_at = task_at
         self._steps: Iterator[int] = iter(steps)
 
     def __enter__(self) -> ReplayedRollout:
@@ -33,7 +37,7 @@ class ReplayedRollout:
         return {}
 
     def take(self) -> list[Group]:
-        return self._recorded.groups_of(next(self._steps))
+        return self._recorded.groups_of(next(self._steps), self._task_at)
 
     def state(self) -> dict[str, int]:
         return {}

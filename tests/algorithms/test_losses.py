@@ -32,6 +32,7 @@ LOSSES = {
     "kl_penalty": partial(losses.kl_penalty, coefficient=0.04),
     "kl_penalty_k1": partial(losses.kl_penalty, coefficient=0.04, estimator="k1"),
     "sampled_reverse_kl": losses.sampled_reverse_kl,
+    "clipped_reverse_kl": partial(losses.clipped_reverse_kl, clip=0.4),
     "divergence": losses.divergence,
     "combined": losses.combine(bare(losses.ppo_clip), partial(bare(losses.kl_penalty), coefficient=0.04, estimator="k2")),
 }
@@ -111,6 +112,7 @@ def by_hand(name: str, policy: Policy, batch: Batch, at: tuple[int, int], frozen
         "kl_penalty": lambda: 0.04 * (exp(ref - now.logp) - 1 - (ref - now.logp)),
         "kl_penalty_k1": lambda: 0.04 * (now.logp - ref),
         "sampled_reverse_kl": lambda: -(ref - then.logp) * now.logp,
+        "clipped_reverse_kl": lambda: -min(max(ref - then.logp, -0.4), 0.4) * now.logp,
         "divergence": lambda: now.divergence,
         "combined": lambda: clipped(r, 0.2, 0.2) + 0.04 * (now.logp - ref) ** 2 / 2,
     }[name]()

@@ -34,7 +34,7 @@ LOSSES = test_losses.LOSSES | test_preferences.LOSSES
 BY_HAND = {name: (test_losses if name in test_losses.LOSSES else test_preferences).by_hand for name in LOSSES}
 on_every_loss = pytest.mark.parametrize("name", LOSSES)
 on_jax_and_torch = pytest.mark.parametrize("framework", ["jax", "torch"])
-SOURCES = sorted(Path(areal_x.algorithms.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(areal_x.algorithms.__file__).parent.rglob("*.py"))
 
 
 @cache

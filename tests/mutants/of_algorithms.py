@@ -331,7 +331,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        A + "recipes.py",
+        A + "recipes/on_policy.py",
         (f"{T}recipes.py", "tests/test_docs.py", f"{T}advantages.py", "tests/batching/test_batch.py"),
         (
             "GRPO averages over tokens where its paper averages over sequences",
