@@ -24,10 +24,12 @@ from areal_x.agents.external_program import run_program
 from areal_x.agents.gateway import gateway
 from areal_x.agents.gateway.gateway import Gateway
 from areal_x.agents.gateway.work import WorkOver
+from areal_x.agents.judge import LLMJudge, unscored
 from areal_x.agents.online import Online
 from areal_x.agents.tools.mcp_tools import McpConnection, McpServer
 from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.protocols.engine import Completion
 from areal_x.rewards.pool import RewardPool
 from areal_x.runtime import guard
 from areal_x.runtime.hosts import Spread
@@ -44,6 +46,8 @@ from areal_x.shards.seat import result
 from areal_x.shards.shards import Shards
 from areal_x.types import Group, Scored, Task, Trajectory
 from areal_x.workflows.learned_reward import RewardModel
+from areal_x.workflows.single_turn import SingleTurn
+from tests.agents.chat.speaking import tokenizer_of
 from tests.agents.gateway.scripted import RUN, Letters, Scripted
 from tests.engines.test_embedded import Counting, Model, request
 from tests.rewards.reward_functions import Opened, exits_at_once, waits_for_file
@@ -234,6 +238,23 @@ async def _(stall: Stall) -> None:
     trajectory = Trajectory.from_completion(answer, answer, np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)
     assert await stall.for_episode(judge.score([trajectory])) == [1.0]
     judge.close()
+
+
+@stall("its judge")
+async def _(stall: Stall) -> None:
+    class Held:
+        version = 0
+
+        async def generate(self, request: Any) -> Completion:
+            await stall.held()
+            tokens = np.asarray(tokenizer.encode("7", add_special_tokens=False), np.int32)
+            return Completion(tokens, np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+    tokenizer = tokenizer_of("qwen25")
+    judge = LLMJudge(SingleTurn(reward=unscored), pattern=r"(\d)", highest=7.0).setup(tokenizer).judge
+    assert judge is not None
+    asked = judge.score("how good is it?", Held(), tokenizer)  # type: ignore[arg-type]
+    assert await stall.for_episode(asked, r" \(engine\)") == 1.0
 
 
 # ---- threads and tools

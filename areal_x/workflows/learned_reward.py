@@ -24,31 +24,27 @@ from areal_x.errors import ConfigError, TaskError, positive
 from areal_x.hf.model_dir import is_classifier, read_config, resolve
 from areal_x.hf.tokenizer import check_tokens
 from areal_x.protocols.backends import create_trainer
-from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.rollout.episode import episode_of
 from areal_x.runtime import background, timeline
-from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Episode, Scored, Task, Trajectory
+from areal_x.workflows.wrapper import Wrapper
 
 MAX_BATCH = 256  # trajectories scored in one call
 
 
 @gin.configurable("learned_reward", denylist=["reward_model"])
 @dataclass(frozen=True)
-class LearnedReward(Workflow):
+class LearnedReward(Wrapper):
     """Runs another workflow and replaces the reward of each trajectory by a reward model's score at
     its last token.
 
     The workflow's own reward stays as the detail `verified`, and is the only reward of greedy
     answers in an evaluation: comparing the two shows what the learned reward is worth.
     """
-
-    workflow: Workflow
-    """Workflow whose trajectories are scored."""
 
     path: str | Callable[[], str]
     """The reward model, which must have the policy's vocabulary: a directory, a hub name, or a
@@ -65,20 +61,8 @@ class LearnedReward(Workflow):
     def __post_init__(self) -> None:
         positive("learned_reward.row_length", self.row_length)
 
-    @property
-    def open_ended(self) -> bool:  # type: ignore[override]
-        return self.workflow.open_ended
-
-    def sampling_params(self) -> SamplingParams | None:
-        return self.workflow.sampling_params()
-
-    def wrapped(self) -> Workflow:
-        return self.workflow
-
     def computed_by(self, backend: str) -> LearnedReward:
-        return replace(
-            self, workflow=self.workflow.computed_by(backend), backend=self.backend or backend
-        )
+        return replace(super().computed_by(backend), backend=self.backend or backend)
 
     def find(self, tokenizer: Any) -> Path:
         """Returns the reward model's directory. tokenizer: the policy's, or None to compare no
@@ -114,26 +98,11 @@ class LearnedReward(Workflow):
         )
         config = replace(config, mesh=config.mesh.within_one_process())
         reward_model = RewardModel(create_trainer(backend, config), self.row_length)
-        return replace(self, workflow=self.workflow.setup(tokenizer), reward_model=reward_model)
-
-    def on_hosts(self, hosts: Hosts) -> LearnedReward:
-        return replace(self, workflow=self.workflow.on_hosts(hosts))
+        return replace(super().setup(tokenizer), reward_model=reward_model)
 
     def greedy(self) -> Workflow:
         """Returns the inner workflow greedily, so that an evaluation uses the verifier's reward."""
         return self.workflow.greedy()
-
-    def baseline(self) -> Workflow:
-        return replace(self, workflow=self.workflow.baseline())
-
-    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
-        return self.workflow.tokens_of(task, tokenizer)
-
-    def state(self) -> Any:
-        return self.workflow.state()
-
-    def restore(self, state: Any) -> None:
-        self.workflow.restore(state)
 
     async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         assert self.reward_model is not None, "call setup(tokenizer) first"
@@ -153,7 +122,7 @@ class LearnedReward(Workflow):
         return Episode(Scored(float(np.mean(scores)), details), trajectories)
 
     async def close(self) -> None:
-        await self.workflow.close()
+        await super().close()
         if self.reward_model is not None:
             self.reward_model.close()
 

@@ -139,6 +139,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "run/journal.py Journal._failed: self._entries.get()": AT_ONCE,
     "run/journal.py Journal._write: self._entries.get()": AT_ONCE,
     "run/journal.py Journal._write: self._urgent.wait()": Bounded("GATHER_SECONDS"),
+    "agents/judge.py Judge._asked: await asyncio.sleep": Inside("its judge"),
     "workflows/learned_reward.py RewardModel._score_queue: await loop.run_in_executor": Inside("the learned reward"),
     "runtime/loop.py result: future.result()": AT_ONCE,
     "runtime/loop.py result: wait()": Inside(GROUPS),  # and in every other call of the rollout
