@@ -12,15 +12,19 @@ first, otherwise 0. In the manner of τ²-bench (arXiv 2506.07982).
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from random import Random
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import gin
 
 from areal_x import Message, Task, at_least, one_of
 from areal_x.agents import Toolbox, ToolError
+from areal_x.agents.synthesis import VERIFIER, WORLD, verified
+from areal_x.sandbox import Sandbox
 
 TRAINING, HELD_OUT = 4000, 200  # tasks
 POLICY = """\
@@ -130,7 +134,7 @@ class Desk:
         Args:
             id: Number of the order.
         """
-        found = self._find(id)
+        found = self.find(id)
         self._seen.add(id)
         return found
 
@@ -140,7 +144,7 @@ class Desk:
         Args:
             id: Number of the order.
         """
-        return self._change(id, "cancel")
+        return self.change(id, "cancel")
 
     async def refund(self, id: str) -> str:
         """Gives the money for an order back.
@@ -148,7 +152,7 @@ class Desk:
         Args:
             id: Number of the order.
         """
-        return self._change(id, "refund")
+        return self.change(id, "refund")
 
     async def change_address(self, id: str, address: str) -> str:
         """Changes the address to which an order is sent.
@@ -157,14 +161,14 @@ class Desk:
             id: Number of the order.
             address: The new one.
         """
-        return self._change(id, "move", address)
+        return self.change(id, "move", address)
 
-    def _change(self, id: str, wish: str, address: str = "") -> str:
-        self._find(id).update(changed(wish, address))
+    def change(self, id: str, wish: str, address: str = "") -> str:
+        self.find(id).update(changed(wish, address))
         self.unseen |= id not in self._seen
         return "Done."
 
-    def _find(self, id: str) -> dict[str, str]:
+    def find(self, id: str) -> dict[str, str]:
         if id not in self.orders:
             raise ToolError(f"There is no order {id!r}.")
         return self.orders[id]
@@ -257,7 +261,7 @@ async def serve(
     """
     from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
-    desk, caller = Desk(task.metadata["orders"]), customer(task)
+    desk, caller = Desk(orders_of(task)), customer(task)
     toolbox = Toolbox(desk.tools)
     messages: list[Any] = [{"role": "system", "content": POLICY}] if instructed else []
     messages.append({"role": "user", "content": await caller.say(None)})
@@ -282,7 +286,30 @@ async def serve(
                 messages.append({"role": "user", "content": said})
             else:
                 break
-    return float(desk.orders == task.answer and not desk.unseen)
+    return await reward_of(task, desk)
+
+
+def orders_of(task: Task) -> Orders:
+    """The orders that a conversation begins with."""
+    orders: Orders = task.metadata[WORLD if VERIFIER in task.metadata else "orders"]
+    return orders
+
+
+async def reward_of(task: Task, desk: Desk) -> float:
+    """The reward of what became of the orders: by the task's own program, if it has one."""
+    if desk.unseen:
+        return 0.0
+    if VERIFIER in task.metadata:
+        return await verified(sandbox_here(), task, desk.orders)
+    return float(desk.orders == task.answer)
+
+
+def sandbox_here() -> Sandbox:
+    """The sandbox of the running event loop, which ends with the process."""
+    return _sandboxes.setdefault(asyncio.get_running_loop(), Sandbox(workers=2))
+
+
+_sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Sandbox] = WeakKeyDictionary()
 
 
 async def called(toolbox: Toolbox, call: Any) -> Message:
