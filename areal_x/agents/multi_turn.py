@@ -176,12 +176,12 @@ class ToolUse(RewardedWorkflow):
 
     async def _results(self, reply: Reply) -> list[Message]:
         assert self.toolbox is not None
-        texts = await asyncio.gather(
+        results = await asyncio.gather(
             *(self.toolbox.call(call.name, call.arguments) for call in reply.tool_calls)
         )
         return [
-            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-            for call, text in zip(reply.tool_calls, texts, strict=True)
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result}
+            for call, result in zip(reply.tool_calls, results, strict=True)
         ]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +36,7 @@ from areal_x.hf.image_format import (
     placed_patches,
 )
 from areal_x.hf.image_positions import check_grids, count_patches
-from areal_x.hf.image_tiles import TiledImages, load_tile_processor
+from areal_x.hf.image_tiles import TiledImages, joined, load_tile_processor
 from areal_x.hf.image_tokens import expanded, placeholder, tokens_of_each
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Message
@@ -144,15 +144,27 @@ class ImageReader:
         check_grids(grids.tolist(), self.form.merge)
         return Images(pixels, grids)
 
-    def tokens_of(self, tokenizer: Any, text: str, images: Images) -> Int32[np.ndarray, " prompt"]:
-        """Returns the tokens of a rendered chat template, with as many image tokens as the images have
-        squares of patches.
+    def tokens_of(
+        self,
+        tokenizer: Any,
+        text: str,
+        images: Images,
+        encode: Callable[[str], Int32[np.ndarray, " T"]] | None = None,
+    ) -> Int32[np.ndarray, " prompt"]:
+        """Returns the tokens of a rendered chat template, or of a part of it, with as many image tokens
+        as the images have squares of patches.
+
+        encode: tokenises a text without the special tokens around it; by default the tokenizer does.
 
         Raises: UserError if the template did not write one token for each image.
         """
+        if encode is None:
+
+            def encode(text: str) -> Int32[np.ndarray, " T"]:
+                return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
         if not self.begun:
-            tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-            return self.expand_tokens(tokens, images, tokenizer.get_vocab())
+            return self.expand_tokens(encode(text), images, tokenizer.get_vocab())
         assert self.ends is not None
         counts = self._counts(images)
         # In the text, as the line breaks around an image join others to tokens of their own.
@@ -161,9 +173,14 @@ class ImageReader:
         self._check_count(len(after), len(counts))
         shown = (f"\n\n{begin}{image * n}{end}\n\n{x}" for n, x in zip(counts, after, strict=True))
         whole = "".join([before, *shown])
-        tokens = np.asarray(tokenizer.encode(whole, add_special_tokens=False), np.int32)
+        tokens = encode(whole)
         self._check_count((tokens == self.form.token).sum() / counts[0], len(counts))
         return tokens
+
+    def stand_for(self, images: Images | None, tokens: Int32[np.ndarray, " T"]) -> bool:
+        """True if a prompt has exactly the tokens of these images, and none that a model wrote."""
+        count = 0 if images is None else sum(self._counts(images))
+        return int((tokens == self.form.token).sum()) == count
 
     def expand_tokens(
         self,
@@ -201,10 +218,25 @@ def read_images(directory: str, urls: Urls) -> Images:
     return load_image_reader(directory).read(urls)
 
 
+@lru_cache(maxsize=CACHED)
+def read_each(directory: str, urls: Urls) -> Images:
+    """The images of a conversation, each read once however often it grows. Raises: as `read_images`."""
+    return joined([read_images(directory, (url,)) for url in urls])
+
+
 def read_prompt_images(tokenizer: Any, prompt: str | Sequence[Message]) -> Images | None:
     """The images of a prompt, None if it has none. Raises as `image_urls` and `read_images`."""
     urls = image_urls(prompt)
     return read_images(tokenizer.name_or_path, urls) if urls else None
+
+
+def reads_images(directory: str) -> bool:
+    """True if the model reads images; False also for a tokenizer without a model."""
+    try:
+        config = read_config(Path(directory))
+    except UserError:
+        return False
+    return config.get("model_type") in VISION_MODELS and bool(config.get("vision_config"))
 
 
 @lru_cache(maxsize=CACHED)

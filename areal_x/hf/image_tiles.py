@@ -31,6 +31,18 @@ class TiledImages(Images):
     """Rows and columns of tiles of each image, without the one of the whole image that follows several."""
 
 
+def joined(parts: Sequence[Images]) -> Images:
+    """Returns the images of several, in their order; those of one as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    patches = np.concatenate([part.patches for part in parts])
+    grids = np.concatenate([part.grids for part in parts])
+    tiled = [part for part in parts if isinstance(part, TiledImages)]
+    if not tiled:
+        return Images(patches, grids)
+    return TiledImages(patches, grids, tuple(x for part in tiled for x in part.layouts))
+
+
 @dataclass(frozen=True)
 class TileProcessor:
     """Settings of Llama 4's image processor, with transformers' defaults."""

@@ -17,6 +17,7 @@ from tests.mutants import (
     of_servers,
     of_speculation,
     of_stages,
+    of_teachers,
     of_templates,
     of_tinker,
     of_trainers,
@@ -40,4 +41,5 @@ MUTANTS = [
     *of_clients.MUTANTS,
     *of_tinker.MUTANTS,
     *of_templates.MUTANTS,
+    *of_teachers.MUTANTS,
 ]

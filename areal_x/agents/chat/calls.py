@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.protocols.engine import Completion
+from areal_x.types import Images
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,11 @@ class Call:
 
     id: unique in its episode; a reward can be given to it later. prompt: the P tokens that the
     engine was given. completion: what the engine generated. reward: the call's own, if it was given
-    one.
+    one. images: those that tokens of the prompt stand for.
     """
 
     id: str
     prompt: Int32[np.ndarray, " P"]
     completion: Completion
     reward: float | None = None
+    images: Images | None = None

@@ -19,7 +19,7 @@ from areal_x.protocols.engine import Completion, Request, SamplingParams, max_ne
 from areal_x.protocols.workflow import Generator
 from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters
-from areal_x.types import Message
+from areal_x.types import Images, Message
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ class ChatRequest:
 @dataclass(frozen=True)
 class ChatAnswer:
     """The answer to a ChatRequest. prompt: as the engine was given it. stopped_by: the text of
-    `stop` that ended the reply, or None."""
+    `stop` that ended the reply, or None. images: those of the prompt."""
 
     prompt: Int32[np.ndarray, " P"]
     completion: Completion
     reply: Reply
     stopped_by: str | None = None
+    images: Images | None = None
 
 
 class ChatEngine:
@@ -83,12 +84,13 @@ class ChatEngine:
             continue_final=request.continue_final,
             most=self.engine.context,
         )
-        engine_request = Request(prompt.tokens, request.sampling, stop=request.stop)
+        engine_request = Request(
+            prompt.tokens, request.sampling, images=prompt.images, stop=request.stop
+        )
         max_new_tokens(engine_request, self.engine.context, "train.row_length")
         completion = await self.engine.generate(engine_request)
-        self.calls.append(
-            Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion)
-        )
+        id = str(len(self.calls)) if id is None else id
+        self.calls.append(Call(id, prompt.tokens, completion, images=prompt.images))
         size = len(completion.tokens) * CHARACTERS_PER_TOKEN
         kept, stopped_by = await inline_or_in_pool(
             size, cut_at_stop, self.renderer, completion.tokens, request.stop
@@ -109,7 +111,7 @@ class ChatEngine:
                 ended=completion.finish_reason == "stop" and stopped_by is None,
             )
             await inline_or_in_pool(estimate_characters(before), self._memory.add, before, held)
-        return ChatAnswer(prompt.tokens, completion, reply, stopped_by)
+        return ChatAnswer(prompt.tokens, completion, reply, stopped_by, prompt.images)
 
 
 class Dialogue:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int16, Int32
 
 from areal_x.agents.chat.calls import Call
-from areal_x.types import Kept, Trajectory
+from areal_x.types import Images, Kept, Trajectory
 
 Kind = Literal["first", "continued", "rewritten", "forked"]
 KINDS: tuple[Kind, ...] = ("first", "continued", "rewritten", "forked")
@@ -74,7 +74,12 @@ def merge_calls(calls: Sequence[Call]) -> MergedTrajectories:
         if not trainable(call):
             continue
         shared = [common_prefix(merged.trajectory.tokens, call.prompt) for merged in trajectories]
-        whole = [i for i, merged in enumerate(trajectories) if shared[i] == len(merged.trajectory)]
+        whole = [
+            i
+            for i, merged in enumerate(trajectories)
+            if shared[i] == len(merged.trajectory)
+            and begins_with(call.images, merged.trajectory.images)
+        ]
         if whole:
             longest = max(whole, key=lambda i: shared[i])
             trajectories[longest] = _extended(trajectories[longest], index, call)
@@ -83,6 +88,17 @@ def merge_calls(calls: Sequence[Call]) -> MergedTrajectories:
         trajectories.append(_from_call(index, call))
         counts[_kind(trajectories[:-1], shared, call)] += 1
     return MergedTrajectories(tuple(trajectories), {kind: counts[kind] for kind in KINDS})
+
+
+def begins_with(images: Images | None, first: Images | None) -> bool:
+    """True if the first of these images are those: their tokens alone tell only their sizes."""
+    if first is None or images is first:
+        return True
+    if images is None or len(images.grids) < len(first.grids):
+        return False
+    return np.array_equal(images.grids[: len(first.grids)], first.grids) and np.array_equal(
+        images.patches[: len(first.patches)], first.patches
+    )
 
 
 def trainable(call: Call) -> bool:
@@ -120,6 +136,7 @@ def _from_call(index: int, call: Call) -> MergedTrajectory:
         None,
         completion.finish_reason,
         completion.experts,
+        images=call.images,
         kept=completion.kept,
     )
     return MergedTrajectory(trajectory, (Span(index, context, len(trajectory)),))
@@ -139,6 +156,7 @@ def _extended(merged: MergedTrajectory, index: int, call: Call) -> MergedTraject
         versions=np.concatenate([old.versions, new.versions[held:]]),
         finish_reason=new.finish_reason,
         experts=_experts(old, new),
+        images=new.images,
         kept=_kept(old, call),
     )
     return MergedTrajectory(

@@ -27,11 +27,19 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from areal_x.agents.chat.parsing import Reply
-from areal_x.agents.chat.rendering import Renderer, Tools, Unrenderable, encoded, text_content
+from areal_x.agents.chat.rendering import (
+    Renderer,
+    Tools,
+    Unrenderable,
+    encoded,
+    has_images,
+    text_content,
+)
 from areal_x.agents.json_checks import json_bounds
-from areal_x.runtime.thread import inline_or_in_pool
+from areal_x.hf.image_reader import image_urls
+from areal_x.runtime.thread import in_thread, inline_or_in_pool
 from areal_x.tasks.text_length import estimate_characters
-from areal_x.types import Message
+from areal_x.types import Images, Message
 
 # replies, from the last one back, that are tried as the start of a prompt: each costs a rendering
 MOST_REPLIES = 3
@@ -41,10 +49,12 @@ IGNORED_KEYS = ("id", "index", "tool_call_id", "reasoning_content", "reasoning")
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: as the template wrote it; `tokens` may differ from its tokenisation."""
+    """text: as the template wrote it; `tokens` may differ from its tokenisation. images: those of all
+    messages, in their order."""
 
     text: str
     tokens: Int32[np.ndarray, " P"]
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ async def build_prompt(
     refuses, PromptTooLong.
     """
     template = template or {}
+    images = await images_of(renderer, messages)
     found = await inline_or_in_pool(estimate_characters(messages), memory.find, messages)
     whole = [
         _with_reasoning(message, found[place].reply) if place in found else message
@@ -108,14 +119,33 @@ async def build_prompt(
     text = await renderer.rendered(whole, tools, template, continue_final)
     for place in sorted(found, reverse=True)[:MOST_REPLIES]:
         held = found[place]
+        later = await images_of(renderer, whole[place + 1 :])
         rest = await _after(
-            renderer, held, whole, place, text, tools, template, continue_final, most
+            renderer, held, whole, place, text, tools, template, continue_final, most, later
         )
-        if rest is not None:
-            open_end = continue_final and place == len(whole) - 1
-            start = without_end_token(renderer, held.tokens) if open_end else held.tokens
-            return Prompt(text, np.concatenate([start, rest]))
-    return Prompt(text, await inline_or_in_pool(len(text), encoded, renderer, text, True, most))
+        if rest is None:
+            continue
+        open_end = continue_final and place == len(whole) - 1
+        start = without_end_token(renderer, held.tokens) if open_end else held.tokens
+        prompt = Prompt(text, np.concatenate([start, rest]), images)
+        # a reply in which the model wrote an image's token cannot stand before images
+        if images is None or renderer.shows(images, prompt.tokens):
+            return prompt
+    tokens = await inline_or_in_pool(len(text), encoded, renderer, text, True, most, images)
+    return Prompt(text, tokens, images)
+
+
+async def images_of(renderer: Renderer, messages: Sequence[Message]) -> Images | None:
+    """Returns the images of messages; None without any. Raises: Unrenderable for one that cannot be
+    read."""
+    shown = [m for m in messages if isinstance(m, Mapping) and has_images(m.get("content"))]
+    if not shown:
+        return None
+    try:
+        urls = image_urls(shown)
+    except ValueError as error:
+        raise Unrenderable(f"{error}") from error
+    return await in_thread(renderer.images, urls)
 
 
 async def _after(
@@ -128,20 +158,23 @@ async def _after(
     template: Mapping[str, Any],
     continue_final: bool,
     most: int | None,
+    images: Images | None,
 ) -> Int32[np.ndarray, " N"] | None:
     """Returns the tokens after the reply `messages[place]`, or None if its tokens are not what the
-    template shows. text: the conversation as rendered."""
+    template shows. text: the conversation as rendered. images: those after the reply."""
     if not text.startswith(held.before):
         return None
     if text.startswith(held.written, len(held.before)):  # as the template itself writes it
         later = text[len(held.before) + len(held.written) :]
-        return await inline_or_in_pool(len(later), encoded, renderer, later, False, most)
+        return await inline_or_in_pool(len(later), encoded, renderer, later, False, most, images)
     marked, words = _marked(messages[place], held.begun, text)
     with suppress(Unrenderable):  # because of the placeholder, not the messages
         shown = await renderer.rendered(
             [*messages[:place], marked, *messages[place + 1 :]], tools, template, continue_final
         )
-        return await inline_or_in_pool(len(shown), _behind, renderer, held, shown, words, most)
+        return await inline_or_in_pool(
+            len(shown), _behind, renderer, held, shown, words, most, images
+        )
     return None
 
 
@@ -227,14 +260,19 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
 
 
 def _behind(
-    renderer: Renderer, held: CachedReply, shown: str, words: Sequence[str], most: int | None
+    renderer: Renderer,
+    held: CachedReply,
+    shown: str,
+    words: Sequence[str],
+    most: int | None,
+    images: Images | None,
 ) -> Int32[np.ndarray, " N"] | None:
     """Returns the tokens after the reply; None if the template does not render all of it after what
     it rendered before, or not in the order in which replies are parsed."""
     places = [shown.rfind(word) for word in words]
     if places != sorted(places) or places[0] < len(held.before):
         return None
-    rest = encoded(renderer, shown[places[-1] + len(words[-1]) :], False, most)
+    rest = encoded(renderer, shown[places[-1] + len(words[-1]) :], False, most, images)
     special = np.flatnonzero(np.isin(rest, list(renderer.special)))
     last = int(held.tokens[-1])
     closing = _closing(renderer, rest, special)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,9 +24,10 @@ from areal_x.agents.json_checks import json_bounds
 from areal_x.errors import TaskError, UserError
 from areal_x.hf.chat_form import THINK, THOUGHT, chat_form, encode_piece
 from areal_x.hf.endings import ends, structural_ends
+from areal_x.hf.image_reader import Urls, is_image, load_image_reader, read_each, reads_images
 from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters, raise_if_too_long
-from areal_x.types import Message
+from areal_x.types import Images, Message
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -64,9 +66,25 @@ class Renderer(Protocol):
         `continue_final`, with the last message, an assistant's, left open. Raises: Unrenderable."""
         ...
 
-    def encode(self, text: str, begins: bool = False) -> Int32[np.ndarray, " N"]:
+    def encode(
+        self, text: str, begins: bool = False, images: Images | None = None
+    ) -> Int32[np.ndarray, " N"]:
         """Returns the tokens of a text as it is, written-out special tokens included. begins: the
-        text starts a prompt."""
+        text starts a prompt. images: those that the template wrote into the text."""
+        ...
+
+    @property
+    def sees_images(self) -> bool:
+        """True if the model reads images."""
+        ...
+
+    def images(self, urls: Urls) -> Images:
+        """Returns the images of these URLs as the model reads them. Raises: Unrenderable for a model
+        that reads none, or an image that cannot be read."""
+        ...
+
+    def shows(self, images: Images, tokens: Int32[np.ndarray, " P"]) -> bool:
+        """True if the tokens of a prompt are those of exactly these images."""
         ...
 
     async def prompt(
@@ -158,7 +176,7 @@ class TemplateRenderer:
                 "the model's chat template does not support tools: use a model that was trained"
                 " with them"
             )
-        ready = [self._form.message(for_templates(message)) for message in messages]
+        ready = [self._form.message(for_templates(message, images=True)) for message in messages]
 
         def shown(messages: Sequence[Mapping[str, Any]]) -> str:
             return str(
@@ -187,10 +205,34 @@ class TemplateRenderer:
             )
         return text
 
-    def encode(self, text: str, begins: bool = False) -> Int32[np.ndarray, " N"]:
-        if not begins:
-            return encode_piece(self.tokenizer, text)
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+    def encode(
+        self, text: str, begins: bool = False, images: Images | None = None
+    ) -> Int32[np.ndarray, " N"]:
+        def plain(text: str) -> Int32[np.ndarray, " N"]:
+            if not begins:
+                return encode_piece(self.tokenizer, text)
+            return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+        if images is None:
+            return plain(text)
+        try:
+            reader = load_image_reader(self.tokenizer.name_or_path)
+            return reader.tokens_of(self.tokenizer, text, images, plain)
+        except UserError as error:  # the template, or a text with the tokens of an image
+            raise Unrenderable(f"{error}") from error
+
+    @cached_property
+    def sees_images(self) -> bool:
+        return reads_images(self.tokenizer.name_or_path)
+
+    def images(self, urls: Urls) -> Images:
+        try:
+            return read_each(self.tokenizer.name_or_path, urls)
+        except (UserError, ValueError) as error:
+            raise Unrenderable(f"{error}") from error
+
+    def shows(self, images: Images, tokens: Int32[np.ndarray, " P"]) -> bool:
+        return load_image_reader(self.tokenizer.name_or_path).stand_for(images, tokens)
 
     async def prompt(
         self,
@@ -273,10 +315,22 @@ class PlainRenderer:
             )
         return "".join(text_content(message.get("content")) for message in messages)
 
-    def encode(self, text: str, begins: bool = False) -> Int32[np.ndarray, " N"]:
+    def encode(
+        self, text: str, begins: bool = False, images: Images | None = None
+    ) -> Int32[np.ndarray, " N"]:
         if not begins:
             return encode_piece(self.tokenizer, text)
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=True), np.int32)
+
+    @property
+    def sees_images(self) -> bool:
+        return False
+
+    def images(self, urls: Urls) -> Images:
+        raise Unrenderable("images need a model with a chat template that has a place for them")
+
+    def shows(self, images: Images, tokens: Int32[np.ndarray, " P"]) -> bool:
+        return False
 
     async def prompt(
         self,
@@ -306,13 +360,19 @@ class PlainRenderer:
 
 
 def encoded(
-    renderer: Renderer, text: str, begins: bool, most: int | None
+    renderer: Renderer,
+    text: str,
+    begins: bool,
+    most: int | None,
+    images: Images | None = None,
 ) -> Int32[np.ndarray, " N"]:
-    """Returns the tokens of a text of which more than `most` are useless. Raises: PromptTooLong,
-    before tokenising much more than that."""
+    """Returns the tokens of a text of which more than `most` are useless. images: those in the text.
+    Raises: PromptTooLong, before tokenising much more than that."""
     if most is not None:
         raise_if_too_long(lambda piece: len(renderer.encode(piece)), [text], most)
-    return renderer.encode(text, begins=begins)
+    if images is None:
+        return renderer.encode(text, begins=begins)
+    return renderer.encode(text, begins=begins, images=images)
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
@@ -329,9 +389,9 @@ def decoded(tokenizer: Any, tokens: Int32[np.ndarray, " N"], **how: Any) -> str:
     return str(tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False, **how))
 
 
-def for_templates(message: Message) -> dict[str, Any]:
-    """Returns the message in the form that chat templates expect: content as text, the arguments of
-    tool calls as values and not as JSON text.
+def for_templates(message: Message, images: bool = False) -> dict[str, Any]:
+    """Returns the message in the form that chat templates expect: content as text, or as parts if it
+    has images and these may be there; the arguments of tool calls as values and not as JSON text.
 
     Raises: Unrenderable for an invalid message, or content other than text.
     """
@@ -342,13 +402,24 @@ def for_templates(message: Message) -> dict[str, Any]:
     # many templates test whether a key exists
     made = {name: value for name, value in message.items() if value not in (None, [], ())}
     made["role"] = ROLES.get(made["role"], made["role"])
-    made["content"] = text_content(message.get("content"))
+    content = message.get("content")
+    if images and content is not None and has_images(content):
+        made["content"] = [
+            {"type": "image"} if is_image(part) else {"type": "text", "text": text_content([part])}
+            for part in content
+        ]
+    else:
+        made["content"] = text_content(content)
     if calls := made.get("tool_calls"):
         made["tool_calls"] = [
             _call_for_templates(call)
             for call in (calls if isinstance(calls, Sequence) else [calls])
         ]
     return made
+
+
+def has_images(content: Any) -> bool:
+    return isinstance(content, list | tuple) and any(is_image(part) for part in content)
 
 
 def text_content(content: Any) -> str:

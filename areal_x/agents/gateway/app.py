@@ -289,7 +289,7 @@ async def tokens_in(
     await check_schemas(session.schemas, chat_request, exchange.tool_param, exchange.format_param)
     renderer = session.renderer
     text = await renderer.rendered(
-        chat_request.messages,
+        session.shown(chat_request).messages,
         chat_request.tools,
         chat_request.template,
         chat_request.continue_final,

@@ -14,6 +14,7 @@ from areal_x.agents.gateway.content import (
     RefusalPart,
     TextBlock,
     joined,
+    seen,
 )
 from areal_x.agents.gateway.errors import ApiError, unsupported
 from areal_x.agents.gateway.exchange import (
@@ -383,11 +384,11 @@ def message_of(
         case SystemMessage():
             return {"role": "system", "content": joined(sent.content)}
         case UserMessage():
-            return {"role": "user", "content": joined(sent.content)}
+            return {"role": "user", "content": seen(sent.content)}
         case ToolMessage():
             return {
                 "role": "tool",
-                "content": joined(sent.content),
+                "content": seen(sent.content),
                 "tool_call_id": sent.tool_call_id,
             }
         case AssistantMessage():

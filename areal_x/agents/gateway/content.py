@@ -1,22 +1,27 @@
-"""Images and documents in the messages of the three APIs: what a model that reads text is shown.
+"""Images and documents in the messages of the three APIs, as the model is shown them.
 
-Documents of text are shown as their text. In place of an image, a PDF or a recording the model is
-shown a notice, and the session counts it: an agent that looked at a picture once sends it with every
-later request, which a refusal would end.
+Documents of text are shown as their text. An image in a user's message or a tool's result is shown
+to a model that reads images. In place of a PDF, a recording, and an image that nothing here can
+read, there is a notice, and the session counts it: an agent that looked at a picture once sends it
+with every later request, which a refusal would end.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
 from areal_x.agents.gateway.exchange import Lenient, Many, Omitted
+from areal_x.hf.image_reader import is_image
+from areal_x.types import Message
 
 TEXTS = ("text/", "application/json", "application/xml", "application/x-yaml", "application/yaml")
+# what the three APIs' images are counted as by a session whose model reads none
+IMAGES = frozenset({"messages: image_url", "messages: input_image", "messages: image"})
 
 
 class Part(Protocol):
@@ -27,6 +32,37 @@ class Part(Protocol):
 
 def joined(content: str | Sequence[Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part.shown() for part in content)
+
+
+def seen(content: str | Sequence[Part]) -> str | list[dict[str, Any]]:
+    """Returns content as a text, or as parts in the form of chat completions if it has images, in
+    which the renderer finds them."""
+    urls = [] if isinstance(content, str) else [url_of(part) for part in content]
+    if isinstance(content, str) or not any(urls):
+        return joined(content)
+    return [
+        {"type": "image_url", "image_url": {"url": url}}
+        if url
+        else {"type": "text", "text": part.shown()}
+        for part, url in zip(content, urls, strict=True)
+    ]
+
+
+def url_of(part: Part) -> str | None:
+    """Returns the URL of an image; None of anything else, and of one whose URL is not given."""
+    return part.url() if isinstance(part, MediaPart | ImageBlock) else None
+
+
+def without_images(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with a notice in place of each image."""
+    found: list[Message] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list) and any(map(is_image, content)):
+            texts = [notice("An image") if is_image(part) else part["text"] for part in content]
+            message = {**message, "content": "\n".join(texts)}
+        found.append(message)
+    return found
 
 
 def notice(kind: str, name: str | None = None) -> str:
@@ -65,11 +101,22 @@ class RefusalPart(Lenient):
         return self.refusal
 
 
+class ImageUrl(Lenient):
+    url: str
+
+
 class MediaPart(Omitted):
+    """image_url: of an image, in the form of either API."""
+
     type: Literal["image_url", "input_image", "input_audio", "video_url"]
+    image_url: ImageUrl | str | None = None
+
+    def url(self) -> str | None:
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
     def omitted(self) -> str:
-        return self.type
+        lacks = self.type in ("image_url", "input_image") and self.url() is None
+        return f"{self.type} without image_url" if lacks else self.type
 
     def shown(self) -> str:
         kinds = {"input_audio": "A recording", "video_url": "A video"}
@@ -122,11 +169,23 @@ class TextBlock(Lenient):
         return self.text
 
 
+class ImageSource(Lenient):
+    type: str
+    media_type: str = ""
+    data: str | None = None
+    url: str | None = None
+
+
 class ImageBlock(Omitted):
     type: Literal["image"]
+    source: ImageSource
+
+    def url(self) -> str | None:
+        source = self.source
+        return f"data:{source.media_type};base64,{source.data}" if source.data else source.url
 
     def omitted(self) -> str:
-        return self.type
+        return self.type if self.url() else f"{self.type} without data"
 
     def shown(self) -> str:
         return notice("An image")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from areal_x.agents.gateway.content import InputFilePart, MediaPart, RefusalPart, joined
+from areal_x.agents.gateway.content import InputFilePart, MediaPart, RefusalPart, joined, seen
 from areal_x.agents.gateway.exchange import Lenient, Many, text_chunks
 from areal_x.agents.gateway.tools import arguments_of_input
 from areal_x.types import Message
@@ -156,10 +156,11 @@ def messages_of(
             case CallOutputItem():
                 turn = None
                 found.append(
-                    {"role": "tool", "content": joined(item.output), "tool_call_id": item.call_id}
+                    {"role": "tool", "content": seen(item.output), "tool_call_id": item.call_id}
                 )
             case MessageItem():
                 turn = None
                 role = "user" if item.role == "user" else "system"
-                found.append({"role": role, "content": joined(item.content)})
+                content = seen(item.content) if role == "user" else joined(item.content)
+                found.append({"role": role, "content": content})
     return list(found)

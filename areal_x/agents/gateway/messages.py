@@ -18,6 +18,7 @@ from areal_x.agents.gateway.content import (
     TextBlock,
     ToolReferenceBlock,
     joined,
+    seen,
 )
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
@@ -316,23 +317,23 @@ def messages_of(sent: UserMessage | AssistantMessage | SystemMessage) -> list[Me
         case AssistantMessage():
             return [assistant_message(sent.content)]
     found: list[Message] = []
-    texts: list[Part] = []
+    parts: list[Part] = []
     for block in sent.content:
         if not isinstance(block, ToolResultBlock):
-            texts.append(block)
+            parts.append(block)
             continue
-        if texts:
-            found.append({"role": "user", "content": joined(texts)})
-            texts = []
+        if parts:
+            found.append({"role": "user", "content": seen(parts)})
+            parts = []
         found.append(
             {
                 "role": "tool",
-                "content": joined(block.content or ""),
+                "content": seen(block.content or ""),
                 "tool_call_id": block.tool_use_id,
             }
         )
-    if texts or not found:
-        found.append({"role": "user", "content": joined(texts)})
+    if parts or not found:
+        found.append({"role": "user", "content": seen(parts)})
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatEngine, ChatRequest
 from areal_x.agents.chat.rendering import Renderer
+from areal_x.agents.gateway.content import IMAGES, without_images
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
     CallAnswer,
@@ -140,7 +141,7 @@ class GatewaySession:
 
     def ignore(self, names: Iterable[str]) -> None:
         """Counts what had no effect in a request, and logs each name once per run."""
-        found = sorted(names)
+        found = sorted(set(names) - (IMAGES if self.renderer.sees_images else frozenset()))
         self.ignored.update(found)
         fresh = [name for name in found if IGNORED + name not in self._warned]
         if fresh:
@@ -168,7 +169,13 @@ class GatewaySession:
                 getattr(chosen, name),
                 self._policy,
             )
-        return replace(chat_request, sampling=chosen)
+        return replace(self.shown(chat_request), sampling=chosen)
+
+    def shown(self, chat_request: ChatRequest) -> ChatRequest:
+        """Returns the request with notices in place of images if the model reads none."""
+        if self.renderer.sees_images:
+            return chat_request
+        return replace(chat_request, messages=tuple(without_images(chat_request.messages)))
 
     async def answers(self, chat_request: ChatRequest, ids: Sequence[str]) -> list[CallAnswer]:
         """Returns as many completions as there are ids, and records them as calls once all have
@@ -183,7 +190,9 @@ class GatewaySession:
                 tasks = [group.create_task(self._answer(chat_request, id)) for id in ids]
             answers = [CallAnswer(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
             for one in answers:
-                self._do(self.state.finish, Call(one.id, one.answer.prompt, one.answer.completion))
+                answer = one.answer
+                call = Call(one.id, answer.prompt, answer.completion, images=answer.images)
+                self._do(self.state.finish, call)
                 await self._count_unmet(chat_request, one.answer)
         except BaseExceptionGroup as errors:
             error = first_of(errors)

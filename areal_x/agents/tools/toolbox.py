@@ -24,6 +24,7 @@ import gin
 
 from areal_x.agents.json_checks import json_bounds, schemas
 from areal_x.errors import UserError, at_least, nearest, positive, sentence
+from areal_x.hf.image_reader import is_image
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.thread import in_thread
@@ -32,6 +33,7 @@ from areal_x.sandbox.pool import Programs, Sandbox, SandboxLimits, SpreadSandbox
 
 # OpenAI's {"type": "function", "function": {"name", "description", "parameters"}}
 Schema = Mapping[str, Any]
+Result = str | list[dict[str, Any]]  # of a tool: a text, or parts of content with images
 
 
 class ToolError(Exception):
@@ -52,7 +54,7 @@ class Tool(Protocol):
     @property
     def schema(self) -> Schema: ...
 
-    async def call(self, arguments: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, Any]) -> Result:
         """arguments: valid for the schema. May raise anything: the model reads the error; a
         ToolError's message as it is."""
         ...
@@ -82,7 +84,8 @@ class FunctionTool:
     def name(self) -> str:
         return str(self.schema["function"]["name"])
 
-    async def call(self, arguments: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, Any]) -> Result:
+        result: Any
         if inspect.iscoroutinefunction(inspect.unwrap(self.function)):
             result = await self.function(**arguments)
         else:
@@ -91,6 +94,8 @@ class FunctionTool:
                 result = await result
         if isinstance(result, str):
             return result
+        if shows(result):
+            return list(result)
         # in a thread, since the result may be of any size
         return await in_thread(json.dumps, result, ensure_ascii=False, default=str)
 
@@ -103,6 +108,9 @@ def tool_of(function: Callable[..., Any]) -> FunctionTool:
     JSON.
 
     Raises: UserError if no schema can be derived from the function.
+
+    A list of parts of content, some of them images ({"type": "image_url", …}), is shown to the model as
+    such.
     """
     from transformers.utils import get_json_schema
 
@@ -251,9 +259,9 @@ class Toolbox:
         `setup`."""
         return tuple(tool.schema for tool in self._tools.values())
 
-    async def call(self, name: str, arguments: str) -> str:
+    async def call(self, name: str, arguments: str) -> Result:
         """Returns the tool's result, or a sentence about what was wrong. arguments: JSON, as the
-        model wrote it.
+        model wrote it. Only a tool that shows images returns parts.
 
         Raises only errors that end the run: UserError and EngineError of a tool.
         """
@@ -271,15 +279,24 @@ class Toolbox:
         tool = self._tools[name]
         if mismatch := await schemas.arguments_mismatch(parameters_of(tool), arguments or "{}"):
             return f"The arguments of {name} do not fit: {mismatch}."
-        text = await self._answer(tool, parsed)
+        result = await self._answer(tool, parsed)
+        if isinstance(result, str):
+            return self._shortened(result)
+        return [
+            {**part, "text": self._shortened(part["text"])} if part.get("type") == "text" else part
+            for part in result
+        ]
+
+    def _shortened(self, text: str) -> str:
         return shorten(text, "", False, self.result_characters)[0]
 
-    async def _answer(self, tool: Tool, arguments: dict[str, Any]) -> str:
+    async def _answer(self, tool: Tool, arguments: dict[str, Any]) -> Result:
         own = getattr(tool, "limits_itself", False)
         try:
             async with asyncio.timeout(None if own else self.tool_seconds) as limit:
                 with waiting(whose(), f"its tool {tool.name}"):
-                    return str(await tool.call(arguments))
+                    result = await tool.call(arguments)
+                    return result if shows(result) else str(result)
         except (UserError, EngineError):
             raise
         except ToolError as error:
@@ -304,6 +321,11 @@ class Toolbox:
                 f"the parameters of the tool {tool.name!r} are not a JSON schema: {error}"
             )
         self._tools[tool.name] = tool
+
+
+def shows(result: Any) -> bool:
+    """True for parts of content among which is an image (areal_x.hf.image_reader)."""
+    return isinstance(result, list) and any(map(is_image, result))
 
 
 def parameters_of(tool: Tool) -> Mapping[str, Any]:

@@ -36,6 +36,7 @@ class Letters:
 
     special = ends = frozenset({0})
     structural = frozenset()
+    sees_images = False
 
     async def rendered(self, messages, tools, template, continue_final=False):
         parts = [f"tools:{json.dumps(list(tools))}{END}"] if tools else []
