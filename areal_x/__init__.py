@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from areal_x.algorithms.recipes import lite_ppo as lite_ppo
     from areal_x.algorithms.recipes import m2po as m2po
     from areal_x.algorithms.recipes import maxrl as maxrl
+    from areal_x.algorithms.recipes import multi_distill as multi_distill
     from areal_x.algorithms.recipes import opo as opo
     from areal_x.algorithms.recipes import ppo as ppo
     from areal_x.algorithms.recipes import reinforce_pp as reinforce_pp
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from areal_x.algorithms.recipes import reward_model as reward_model
     from areal_x.algorithms.recipes import rloo as rloo
     from areal_x.algorithms.recipes import sapo as sapo
+    from areal_x.algorithms.recipes import self_distill as self_distill
     from areal_x.algorithms.recipes import sft as sft
     from areal_x.algorithms.recipes import turn_ppo as turn_ppo
     from areal_x.algorithms.weighting import sequence_mean as sequence_mean

@@ -22,6 +22,7 @@ SUBCOMMANDS = {
     "plan": "divide accelerators between generation and training",
     "evaluate": "evaluate models: pass@k, confidence intervals, comparisons",
     "rollout": "attempt and score tasks without training, into a journal",
+    "synthesize": "make tasks for agents from proposals that are verified",
     "replay": "train on a recorded run again, without an engine",
     "serve": "serve a run's model to agents, without training it",
     "tinker": "serve training and sampling to clients of the Tinker API",
@@ -71,7 +72,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:8} {what}" for name, what in SUBCOMMANDS.items()]
+    lines = [f"  {name:10} {what}" for name, what in SUBCOMMANDS.items()]
     return "\n".join(
         [
             "usage: areal-x SUBCOMMAND …",

@@ -19,7 +19,7 @@ from tests.test_layout import GROUND, ROOMS, allowed
 PICTURE = Path(__file__).with_name("architecture.svg")
 WIDTH, ROW, BOX_HEIGHT, MARGIN = 1180, 92, 40, 24
 EXTRAS = {"agents", "lab", "sandbox", "simulation", "tinker"}
-COMMANDS = {"train", "check", "replay", "export", "plan", "serve", "example", "evaluate", "rollout_command"}
+COMMANDS = {"train", "check", "replay", "export", "plan", "serve", "example", "evaluate", "rollout_command", "synthesize"}
 SHOWN = [room for room in ROOMS if room != "__main__"]  # which only calls the commands
 FILLS = {"ground": "#e8e2d4", "room": "#dbe7f3", "extra": "#e3f0dc", "command": "#f3e3db", "backend": "#ece0f2"}
 

@@ -55,6 +55,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "replay": ("train", "experiment"),
     "evaluate": ("train", "experiment"),
     "rollout_command": ("evaluate",),
+    "synthesize": ("train", "experiment", "agents"),
     "export": ("hf", "run"),
     "push": ("export",),
     "plan": ("train", "simulation", "engines"),
@@ -66,7 +67,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "convert": (),
     "__main__": (
         *("train", "check", "replay", "export", "plan", "launch", "serve", "tinker", "lab", "top", "report"),
-        *("example", "convert", "push", "evaluate", "rollout_command", "agents_command"),
+        *("example", "convert", "push", "evaluate", "rollout_command", "agents_command", "synthesize"),
     ),
     "areal_x_jax": ("protocols", "hf"),
     "areal_x_torch": ("protocols", "hf"),

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from areal_x.agents.environment import environment_tasks as environment_tasks
     from areal_x.agents.gateway import Gateway as Gateway
     from areal_x.agents.gateway import SessionLimits as SessionLimits
+    from areal_x.agents.judge import LLMJudge as LLMJudge
     from areal_x.agents.multi_turn import MultiTurn as MultiTurn
     from areal_x.agents.multi_turn import ToolUse as ToolUse
     from areal_x.agents.online import Online as Online
     from areal_x.agents.online import online_tasks as online_tasks
     from areal_x.agents.remote_agent import RemoteAgent as RemoteAgent
     from areal_x.agents.swe import Swe as Swe
+    from areal_x.agents.synthesis import Proposal as Proposal
+    from areal_x.agents.synthesis import json_object as json_object
+    from areal_x.agents.synthesis import verified as verified
     from areal_x.agents.tools.bm25 import BM25 as BM25
     from areal_x.agents.tools.calculator import Calculator as Calculator
     from areal_x.agents.tools.documents import DocumentSearch as DocumentSearch
@@ -52,6 +56,8 @@ _NAMES = {
     "areal_x.agents.gateway": "Gateway SessionLimits",
     "areal_x.agents.online": "Online online_tasks",
     "areal_x.agents.remote_agent": "RemoteAgent",
+    "areal_x.agents.judge": "LLMJudge",
+    "areal_x.agents.synthesis": "Proposal json_object verified",
     "areal_x.agents.swe": "Swe",
     "areal_x.agents.tools.bm25": "BM25",
     "areal_x.agents.tools.calculator": "Calculator",

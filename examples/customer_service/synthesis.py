@@ -1,47 +1,30 @@
 """More tasks for the shop: requests about several orders, each with a program that verifies the shop's
 state afterwards. A program proposes them, or a model does.
 
-    python -m examples.customer_service.synthesis --tasks 200 --out tasks.jsonl
-    python -m examples.customer_service.synthesis --tasks 200 --out tasks.jsonl --gin examples/customer_service/qwen.gin
+    areal-x synthesize examples.customer_service.synthesis --tasks 200 --out tasks.jsonl
+    areal-x synthesize examples.customer_service.synthesis --tasks 200 --out tasks.jsonl --gin FILE.gin
 
     train.dataset = @synthetic_tasks()              # then, in a gin file
     synthetic_tasks.path = "tasks.jsonl"
     customer_service.serve.customer = @customer_service.Requesting
 
 With a gin file, its model proposes, on its engine. Nothing of a proposal is believed: its solution is
-run on the shop's own tools, and its verifier in the sandbox (areal_x.agents.synthesis). Tasks of the
-right difficulty are then chosen by `areal-x rollout` and `@curriculum()`.
+run on the shop's own tools, and its verifier in the sandbox. Tasks of the right difficulty are then
+chosen by `areal-x rollout` and `@curriculum()`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import gin
 
-from areal_x import Experiment, SamplingParams, Task, load_tokenizer
-from areal_x.agents import ToolError
-from areal_x.agents.synthesis import (
-    Proposal,
-    Question,
-    Synthesized,
-    json_object,
-    proposals_of,
-    synthesize,
-    write_tasks,
-)
-from areal_x.config.reader import Config
-from areal_x.hf.model_dir import resolve
-from areal_x.runtime.loop import run
-from areal_x.sandbox import Sandbox
-from areal_x.train import with_config
+from areal_x import Message, Task
+from areal_x.agents import Proposal, ToolError, json_object
 from examples.customer_service.task import (
     ALLOWED,
     POLICY,
@@ -52,9 +35,8 @@ from examples.customer_service.task import (
     drawn_address,
 )
 
-ATTEMPTS = 20  # proposals for each task that is wanted
 REFUSALS = 0.3  # share of the requests that the policy refuses whole which become tasks
-PROPOSAL_TOKENS = 1024  # of a model
+Question = tuple[list[Message], Callable[[str], Proposal]]
 Call = tuple[str, dict[str, str]]  # a tool's name and its arguments
 TOOL = {"cancel": "cancel", "refund": "refund", "move": "change_address"}
 
@@ -250,7 +232,7 @@ def read_proposal(text: str, orders: Orders, customer: str) -> Proposal:
     return proposal(request, orders, customer, calls, verifier)
 
 
-# ---- the command
+# ---- the customer of such a task
 
 
 @gin.configurable(module="customer_service")
@@ -264,63 +246,3 @@ class Requesting:
 
     async def say(self, heard: str | None) -> str | None:
         return self._lines.pop(0) if self._lines else None
-
-
-async def by_program(count: int, seed: int) -> Synthesized:
-    """Returns tasks that the program of this module proposes."""
-    sandbox = Sandbox(workers=2)
-    try:
-        return await synthesize(proposed(seed), sandbox, count, ATTEMPTS * count)
-    finally:
-        await sandbox.close()
-
-
-async def by_model(experiment: Experiment, count: int, seed: int) -> Synthesized:
-    """Returns tasks that the model of an experiment proposes, on its engine."""
-    directory = resolve(experiment.trainer.model.path)
-    tokenizer = load_tokenizer(directory)
-    workflow = experiment.workflow.setup(tokenizer)
-    trainer = experiment.create_models(directory, workflow).policy
-    logs = Path(experiment.runs)
-    engine = experiment.create_engine(directory, trainer, workflow, logs, print)
-    sandbox = Sandbox(workers=2)
-    sampling = SamplingParams(max_tokens=PROPOSAL_TOKENS)
-    try:
-        await engine.start()
-        await engine.swap(engine.stage(trainer))
-        proposals = proposals_of(engine, tokenizer, questions(seed), sampling)
-        return await synthesize(proposals, sandbox, count, ATTEMPTS * count)
-    finally:
-        await workflow.close()
-        await sandbox.close()
-        await engine.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--tasks", type=int, required=True, metavar="N")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
-    parser.add_argument(
-        "--gin", type=Path, metavar="FILE", help="its model proposes, not a program"
-    )
-    parser.add_argument("-b", "--binding", action="append", default=[], help="over the gin file's")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-
-    def write(made: Synthesized) -> None:
-        write_tasks(options.out, made.tasks)
-        print(f"{made}\nwritten to {options.out}")
-
-    if options.gin is None:
-        write(run(by_program(options.tasks, options.seed), "synthesis"))
-        return 0
-
-    def work(_: Config) -> None:
-        experiment = gin.get_configurable("train")()
-        write(run(by_model(experiment, options.tasks, options.seed), "synthesis"))
-
-    return with_config(options.gin, [*options.binding, "train.serving = True"], work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

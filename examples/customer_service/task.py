@@ -22,8 +22,7 @@ from weakref import WeakKeyDictionary
 import gin
 
 from areal_x import Message, Task, at_least, one_of
-from areal_x.agents import Toolbox, ToolError
-from areal_x.agents.synthesis import VERIFIER, WORLD, verified
+from areal_x.agents import Toolbox, ToolError, verified
 from areal_x.sandbox import Sandbox
 
 TRAINING, HELD_OUT = 4000, 200  # tasks
@@ -291,7 +290,7 @@ async def serve(
 
 def orders_of(task: Task) -> Orders:
     """The orders that a conversation begins with."""
-    orders: Orders = task.metadata[WORLD if VERIFIER in task.metadata else "orders"]
+    orders: Orders = task.metadata["world" if "verifier" in task.metadata else "orders"]
     return orders
 
 
@@ -299,7 +298,7 @@ async def reward_of(task: Task, desk: Desk) -> float:
     """The reward of what became of the orders: by the task's own program, if it has one."""
     if desk.unseen:
         return 0.0
-    if VERIFIER in task.metadata:
+    if "verifier" in task.metadata:
         return await verified(sandbox_here(), task, desk.orders)
     return float(desk.orders == task.answer)
 

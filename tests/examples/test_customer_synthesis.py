@@ -12,8 +12,9 @@ import pytest
 
 from areal_x.agents.synthesis import refusal, synthesize, synthetic_tasks
 from areal_x.sandbox import Sandbox
+from areal_x.synthesize import main
 from areal_x.types import Task
-from examples.customer_service.synthesis import Requesting, main, proposed, questions, read_proposal
+from examples.customer_service.synthesis import Requesting, proposed, questions, read_proposal
 from examples.customer_service.task import Desk, orders_of, reward_of, sandbox_here
 
 ORDERS = {
@@ -45,7 +46,7 @@ def test_every_proposal_of_the_program_holds_and_catches_steps_left_out_and_one_
 
 
 def test_the_command_writes_tasks_whose_reward_is_their_own_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--tasks", "5", "--out", str(tmp_path / "tasks.jsonl")]) == 0
+    assert main(["examples.customer_service.synthesis", "--tasks", "5", "--out", str(tmp_path / "tasks.jsonl")]) == 0
     assert capsys.readouterr().out.startswith("5 tasks, ")
     tasks = synthetic_tasks(str(tmp_path / "tasks.jsonl"))
     task = next(task for task in tasks if task.answer != task.metadata["world"])
@@ -63,6 +64,15 @@ def test_the_command_writes_tasks_whose_reward_is_their_own_program(tmp_path: Pa
     customer = Requesting(task)
     said = [asyncio.run(customer.say(None)) for _ in range(3)]
     assert said == [task.prompt, f"I am customer {task.metadata['customer']}.", None]
+
+
+def test_a_module_that_proposes_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for module, reason in (
+        ("nowhere.at.all", "cannot be imported"),
+        ("examples.customer_service.task", r"no function proposed(seed)"),
+    ):
+        assert main([module, "--tasks", "1", "--out", str(tmp_path / "t.jsonl")]) == 1
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
