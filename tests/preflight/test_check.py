@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from areal_x import check, train
 from areal_x.algorithms import recipes
 from areal_x.algorithms.arrays import masked
+from areal_x.algorithms.recipes import distill
 from areal_x.cluster.config import ClusterConfig
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.sglang.config import SGLangConfig
@@ -635,8 +636,9 @@ def test_two_versions_beside_the_trainer_and_two_beside_each_machines_servers_ar
 def test_servers_that_are_not_there(experiment: Experiment, tiny_model_dir: Path) -> None:
     with pytest.raises(UserError, match=r"no healthy vLLM server answers at http://127\.0\.0\.1:1:"):
         servers.check_engine_servers(VLLMConfig(urls=("http://127.0.0.1:1",)))
+    distilling = replace(experiment, algorithm=distill(), teacher="http://127.0.0.1:1")
     with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:1, which is to be the reference or teacher"):
-        servers.check_scoring_servers(experiment, ["http://127.0.0.1:1"], tiny_model_dir)
+        servers.check_scoring_servers(distilling, tiny_model_dir)
 
 
 # ---- tokens

@@ -284,6 +284,8 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "tinker/sampling.py Samplers.holding: await turn": CLIENTS,
     "tinker/sampling.py Samplers.sample: async with self.holding": CLIENTS,
     "tinker/sampling.py Samplers.sample: await asyncio.gather": CLIENTS,
+    "agents/synthesis.py each: async for proposals": "a command that makes tasks, before any run",
+    "agents/synthesis.py synthesize: async for each(proposals)": "a command that makes tasks, before any run",
     "run/retries.py _run: child.wait()": "the command that runs another one, which is the run",
 }
 

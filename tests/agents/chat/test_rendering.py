@@ -89,9 +89,9 @@ def test_variables_of_the_template_reach_it():
         (["hello"], {}, r"role and content, not 'hello'"),
         ([{"content": "hello"}], {}, r"role and content"),
         (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
             {},
-            "must be of the type 'text', not .*image_url",
+            "must be of the type 'text', not .*input_audio",
         ),
         ([{"role": "user", "content": 3}], {}, "not '3'"),
         ([{"role": "user", "content": ["x"]}], {}, "not 'x'"),
