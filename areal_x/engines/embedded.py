@@ -16,7 +16,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import gin
 import numpy as np
@@ -30,7 +30,7 @@ from areal_x.protocols.engine import (
     Staged,
     max_new_tokens,
 )
-from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.protocols.sampler import AdaptedSampler, Decoded, Sampler, SlotRequest
 from areal_x.protocols.speculation import Guesses
 from areal_x.runtime import background, timeline
 from areal_x.runtime.waits import waiting
@@ -85,6 +85,7 @@ class RunningRequest:
             sampling=self.request.sampling,
             seed=self.seed,
             images=self.request.images,
+            adapter=self.request.adapter,
         )
 
     def completion(self) -> Completion:
@@ -176,6 +177,14 @@ class StagedSnapshot(Staged):
     snapshot: Any
 
 
+@dataclass(frozen=True)
+class AdapterChange:
+    """An adapter that comes or, with None, goes."""
+
+    name: str
+    adapter: Any
+
+
 class EmbeddedEngine(Engine):
     """Continuous batching over a backend's sampler.
 
@@ -193,7 +202,7 @@ class EmbeddedEngine(Engine):
         self._slots = SlotScheduler(sampler.slots)
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._cancelled: list[int] = []
-        self._swaps: list[tuple[StagedSnapshot, asyncio.Future[float]]] = []
+        self._swaps: list[tuple[StagedSnapshot | AdapterChange, asyncio.Future[float]]] = []
         self._error: EngineError | None = None
         self._closed = False
         # Guards everything above; the worker holds it except while it computes.
@@ -268,7 +277,15 @@ class EmbeddedEngine(Engine):
             version=trainer.version if version is None else version,
         )
 
+    async def put_adapter(self, name: str, adapter: Any) -> None:
+        """Adds an adapter for requests (`AdapterBank.adapter`); with None forgets one, which no request
+        has. The sampler is an `AdaptedSampler`."""
+        await self._change(AdapterChange(name, adapter))
+
     async def swap(self, staged: StagedSnapshot) -> float:
+        return await self._change(staged)
+
+    async def _change(self, staged: StagedSnapshot | AdapterChange) -> float:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         with self._changed:
             self._check()
@@ -348,8 +365,16 @@ class EmbeddedEngine(Engine):
         wanted = self._closed or bool(self._swaps or self._cancelled)
         return wanted or (self.version >= 0 and bool(self._slots.waiting or self._slots.running))
 
-    def _load(self, staged: StagedSnapshot, future: asyncio.Future[float]) -> None:
+    def _load(self, staged: StagedSnapshot | AdapterChange, future: asyncio.Future[float]) -> None:
         started = time.perf_counter()
+        if isinstance(staged, AdapterChange):
+            sampler = cast(AdaptedSampler, self._sampler)
+            if staged.adapter is None:
+                sampler.remove_adapter(staged.name)
+            else:
+                sampler.put_adapter(staged.name, staged.adapter)
+            self._resolve([(future, time.perf_counter() - started)])
+            return
         with timeline.span("pause", version=staged.version):
             self._sampler.load(staged.snapshot)
             live = self._slots.refill()  # only this thread changes the running requests

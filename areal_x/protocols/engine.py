@@ -104,6 +104,10 @@ class Request:
     """Strings after which the rest is worthless: an engine that detokenises while sampling ends the
     completion with the token that completes one; other engines ignore them."""
 
+    adapter: str | None = None
+    """The adapter to sample with, of those that an embedded engine was given (`put_adapter`); None
+    for the model that it has. Other engines sample with what they have."""
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -33,6 +33,8 @@ class SlotRequest:
     seed: int
     images: Images | None = None
     """The images of the prompt."""
+    adapter: str | None = None
+    """The adapter to sample with (`AdaptedSampler`); None for the model alone."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,14 @@ class Decoded:
 
 
 def group_identical(requests: Sequence[SlotRequest]) -> dict[Any, list[SlotRequest]]:
-    """Groups requests with the same tokens and images, such as attempts at one task: their caches
-    are computed once."""
+    """Groups requests with the same tokens, images and adapter, such as attempts at one task: their
+    caches are computed once."""
     found: dict[Any, list[SlotRequest]] = {}
     for request in requests:
         # Which tokens stand for images depends on which were generated.
         shown = None if request.images is None else (id(request.images), request.generated)
-        found.setdefault((np.asarray(request.tokens, np.int32).tobytes(), shown), []).append(
-            request
-        )
+        alike = np.asarray(request.tokens, np.int32).tobytes(), shown, request.adapter
+        found.setdefault(alike, []).append(request)
     return found
 
 
@@ -92,4 +93,17 @@ class Sampler(Protocol):
 
     def free(self, slots: Sequence[int]) -> None:
         """Discards these slots' sequences (their requests were cancelled)."""
+        ...
+
+
+class AdaptedSampler(Sampler, Protocol):
+    """A sampler whose slots may each have an adapter beside the model."""
+
+    def put_adapter(self, name: str, adapter: Any) -> None:
+        """Adds an adapter (see `AdapterBank.adapter`), between two calls of `decode`. Running
+        sequences go on."""
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter, which no occupied slot has."""
         ...

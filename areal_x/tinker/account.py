@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ import numpy as np
 
 from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import OptimizerConfig
-from areal_x.runtime.thread import OneThread
+from areal_x.runtime.thread import OneThread, inline_or_in_pool
 from areal_x.tinker import requests, results
 from areal_x.tinker.checkpoints import About, Checkpoints, Ref, expiry
 from areal_x.tinker.futures import Futures, Line, Unknown
-from areal_x.tinker.host import Model, Shape, Source, TrainerHost
+from areal_x.tinker.gathering import Gathering
+from areal_x.tinker.host import TrainerHost, Work
+from areal_x.tinker.losses import Evaluated
+from areal_x.tinker.models import Model, Shape, Source
 from areal_x.tinker.requests import ForwardBackward
 from areal_x.tinker.sampling import Samplers
 
@@ -44,6 +47,11 @@ class Server:
     base_model: str
     checkpoints: Path
     working: Path
+
+    @cached_property
+    def gathering(self) -> Gathering:
+        """The requests that train at once."""
+        return Gathering(self.host, self.thread)
 
 
 @dataclass(eq=False)
@@ -215,28 +223,17 @@ class Account:
 
     def forward_backward(self, body: ForwardBackward) -> str:
         """Returns the request's id. Raises: Unknown; as `Line.put`."""
+        trained = self.trained(body.model_id)
+        id, backward = f"{body.model_id}:{body.seq_id}", not body.forward_only
 
-        # On the trainer's thread: there may be millions of targets.
-        def work(model: Model) -> results.Result:
-            backward = not body.forward_only
-            logprobs, evaluated = self.server.host.forward(
-                model, body.datums, body.loss, body.config, backward
-            )
-            outputs = []
-            for datum, logp, terms in zip(body.datums, logprobs, evaluated.terms, strict=True):
-                named = {"logprobs": logp, "elementwise_loss": terms}
-                flat = datum.targets.shape[0] if datum.flat else datum.targets.shape
-                outputs.append({name: x.reshape(flat) for name, x in named.items()})
-            total = float(sum(np.sum(x, dtype=np.float64) for x in evaluated.terms))
-            return results.forward_backward(outputs, {"loss:sum": total})
+        async def work() -> results.Result:
+            own = Work(trained.model, body.datums, body.loss, body.config, backward)
+            found = await self.server.gathering.forward(self.owner, own)
+            size = sum(x.targets.size for x in body.datums)
+            return await inline_or_in_pool(size, outputs_of, body, *found)
 
-        return self._put(
-            body.model_id,
-            body.seq_id,
-            "forward" if body.forward_only else "forward_backward",
-            work,
-            result=lambda found: found,
-        )
+        trained.line.put(id, body.seq_id, "forward_backward" if backward else "forward", work)
+        return id
 
     def optim_step(self, body: requests.OptimStep) -> str:
         """Returns the request's id. Raises: UserError; Unknown; as `Line.put`."""
@@ -414,6 +411,18 @@ class Account:
                 " are kept, and checkpoints until they expire or are deleted"
             )
         return await self.server.samplers.sample(source, body)
+
+
+def outputs_of(
+    body: ForwardBackward, logprobs: list[np.ndarray], evaluated: Evaluated
+) -> results.Result:
+    outputs = []
+    for datum, logp, terms in zip(body.datums, logprobs, evaluated.terms, strict=True):
+        named = {"logprobs": logp, "elementwise_loss": terms}
+        flat = datum.targets.shape[0] if datum.flat else datum.targets.shape
+        outputs.append({name: x.reshape(flat) for name, x in named.items()})
+    total = float(sum(np.sum(x, dtype=np.float64) for x in evaluated.terms))
+    return results.forward_backward(outputs, {"loss:sum": total})
 
 
 def owner_of(key: str) -> str:

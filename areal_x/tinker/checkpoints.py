@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.errors import UserError
-from areal_x.tinker.host import write_whole
+from areal_x.tinker.models import write_whole
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 SCHEME = "tinker://"

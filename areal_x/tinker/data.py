@@ -48,11 +48,12 @@ class Layout(NamedTuple):
     """Datums in packed rows.
 
     at: of each datum, the index of every target in the flattened rows. batch: tokens, segments,
-    positions, mask and, unless each datum is a sequence, parents.
+    positions, mask and, unless each datum is a sequence, parents. groups: of each row.
     """
 
     batch: Batch
     at: list[Int64[np.ndarray, "n targets"]]
+    groups: Int32[np.ndarray, " rows"]
 
     def spread(self, values: Sequence[np.ndarray]) -> Float32[np.ndarray, "rows length"]:
         """Returns the values of all targets at their nodes, 0 elsewhere."""
@@ -65,6 +66,14 @@ class Layout(NamedTuple):
         """Returns the values of each datum's targets."""
         flat = np.asarray(x, np.float32).ravel()
         return [flat[at] for at in self.at]
+
+    def of(self, chosen: Sequence[int]) -> Layout:
+        """Returns the layout of some of the datums, in the same rows."""
+        at = [self.at[index] for index in chosen]
+        mask = np.zeros(self.batch.shape, np.bool_)
+        for own in at:
+            mask.reshape(-1)[own.ravel()] = True
+        return self._replace(batch=self.batch.replace(mask=mask), at=at)
 
 
 class Chain(NamedTuple):
@@ -101,15 +110,9 @@ def is_sequence(chain: Chain) -> bool:
     return bool((chain.parents == np.arange(len(chain.parents)) - 1).all())
 
 
-def lay_out(datums: Sequence[Datum], most: int, shares: bool = True) -> Layout:
-    """Packs datums into rows of a power of two of tokens.
-
-    most: tokens of the longest sequence; rows with branches may be longer. shares: whether the
-    model computes branches (False for families that `train.share_prompts` refuses). Raises:
-    UserError for a datum that does not fit, or that needs branches.
-    """
+def check_sizes(datums: Sequence[Datum], most: int, shares: bool) -> list[Chain]:
+    """Returns the datums' nodes. Raises: as `lay_out`."""
     chains = [chain_of(datum) for datum in datums]
-    plain = [is_sequence(chain) for chain in chains]
     for index, chain in enumerate(chains):
         depth = int(chain.depths.max()) + 1
         if depth > most or len(chain.tokens) > WIDEST * most:
@@ -118,28 +121,57 @@ def lay_out(datums: Sequence[Datum], most: int, shares: bool = True) -> Layout:
                 f" targets: a sequence has at most {most} tokens with its last target, and a datum"
                 f" {WIDEST * most} different targets; send smaller ones, or serve with a larger --context"
             )
-        if not plain[index] and not shares:
+        if not shares and not is_sequence(chain):
             raise UserError(
                 f"datum {index} has targets that are not its next tokens, and this model's layers"
                 " cannot compute several continuations of one prefix here: send targets that are"
                 " the tokens shifted by one"
             )
+    return chains
+
+
+def lay_out(
+    datums: Sequence[Datum],
+    most: int,
+    shares: bool = True,
+    groups: Sequence[int] | None = None,
+) -> Layout:
+    """Packs datums into rows of a power of two of tokens, each with datums of one group.
+
+    groups: of each datum, None for one of all. most: tokens of the longest sequence; rows with
+    branches may be longer. shares: whether the model computes branches (False for families that
+    `train.share_prompts` refuses). Raises: UserError for a datum that does not fit, or that needs
+    branches.
+    """
+    chains = check_sizes(datums, most, shares)
+    plain = all(is_sequence(chain) for chain in chains)
     lengths = np.array([len(chain.tokens) for chain in chains], np.int32)
     longest = int(lengths.max())
     length = max(LEAST_LENGTH, 1 << (longest - 1).bit_length())
     if longest <= most:
         length = min(length, most)
-    rows, starts, segments = first_fit_decreasing(lengths, length)
+    of_each = np.zeros(len(datums), np.int32) if groups is None else np.array(groups, np.int32)
+    rows, starts, segments = (np.zeros(len(datums), np.int32) for _ in range(3))
+    of_rows: list[int] = []
+    for group in dict.fromkeys(of_each.tolist()):
+        own = np.flatnonzero(of_each == group)
+        rows[own], starts[own], segments[own] = first_fit_decreasing(lengths[own], length)
+        rows[own] += len(of_rows)
+        of_rows += [group] * (int(rows[own].max()) + 1 - len(of_rows))
     shape = int(rows.max()) + 1, length
     tokens, ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
     parents = np.full(shape, -1, np.int32)
     mask = np.zeros(shape, np.bool_)
     at = []
     for chain, row, start, segment in zip(chains, rows, starts, segments, strict=True):
-        own = slice(int(start), int(start) + len(chain.tokens))
-        tokens[row, own], ids[row, own], positions[row, own] = chain.tokens, segment, chain.depths
-        parents[row, own] = np.where(chain.parents < 0, -1, chain.parents + start)
+        here = slice(int(start), int(start) + len(chain.tokens))
+        tokens[row, here], ids[row, here], positions[row, here] = (
+            chain.tokens,
+            segment,
+            chain.depths,
+        )
+        parents[row, here] = np.where(chain.parents < 0, -1, chain.parents + start)
         at.append(int(row) * length + int(start) + chain.at)
         mask.reshape(-1)[at[-1].ravel()] = True
-    batch = Batch(tokens, ids, positions, mask, parents=None if all(plain) else parents)
-    return Layout(batch, at)
+    batch = Batch(tokens, ids, positions, mask, parents=None if plain else parents)
+    return Layout(batch, at, np.array(of_rows, np.int32))

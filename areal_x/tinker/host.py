@@ -1,197 +1,168 @@
-"""The trainer, and whose weights it has: one at a time, the others' are on disk.
+"""The models of a server: adapters in a bank, in which several train at once, or one at a time.
 
-Each model of a client is an adapter (or a whole model) with its optimizer's state in a directory of
-its own, in the form of `Trainer.save`. Work for a model brings it into the trainer and first takes
-out the one that is there, exactly: restore(save(x)) is x, so models that take turns compute what
-each alone computes. Adapters of one shape swap in a built trainer; another shape builds another.
+    requests of several adapters ──▶ `advance`: packed rows, one pass ──▶ each adapter's own gradient
+    whole models, backends without a bank ──▶ Turns: one at a time in a trainer
 
-All of it runs on one thread, outside the event loop.
+Adapters stay in memory, the least recently used ones in their directories once they are more than
+`resident_bytes`. All of it runs on one thread, outside the event loop.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int32, Int64
 
-from areal_x.algorithms import losses as of_algorithms
-from areal_x.errors import ConfigError, UserError
-from areal_x.hf import adapters, model_dir
-from areal_x.protocols.backends import create_trainer, load_backend
+from areal_x.errors import UserError
+from areal_x.protocols.adapter_bank import (
+    NO_ADAPTER,
+    AdapterBank,
+    AdapterState,
+    TrainsManyAdapters,
+)
 from areal_x.protocols.sampler import Sampler
-from areal_x.protocols.trainer import SetsOptimizer, Trainer
-from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
 from areal_x.tinker import losses
-from areal_x.tinker.data import WIDEST, Datum, Layout, lay_out
+from areal_x.tinker.data import WIDEST, Datum, Layout, check_sizes, lay_out
 from areal_x.tinker.losses import Config, Evaluated
+from areal_x.tinker.models import Base, Model, Shape, Source, fresh_adapter, write_whole
+from areal_x.tinker.turns import Turns
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MOMENTS = ("exp_avg", "exp_avg_sq")
-INITIAL = OptimizerConfig(clip_norm=0.0, weight_decay=0.0)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is trained of a model: adapters of a rank, or everything (rank 0)."""
-
-    rank: int
-    attention: bool = True
-    mlp: bool = True
-
-    def targets(self, of: LoRAConfig) -> tuple[str, ...]:
-        """Returns the kernels with adapters, of those that the server's settings name."""
-        return tuple(x for x in of.targets if (self.attention if x in ATTENTION else self.mlp))
+RESIDENT_BYTES = 8 << 30
+PASS_TOKENS = 8192  # of all requests: more are hardly faster, and others wait for them
 
 
 @dataclass(eq=False)
-class Model:
-    """A client's model. directory: holds its state while another one is in the trainer."""
+class Work:
+    """A forward or forward_backward of a model, of which some datums may be done."""
 
-    id: str
-    shape: Shape
-    directory: Path
-    seed: int = 0
-
-    pending: list[tuple[list[Datum], list[np.ndarray]]] = field(default_factory=list)
-    """Datums since the last optimizer step, with the coefficients of their targets."""
-
-    steps: int = 0
-    """Changes of its weights so far."""
+    model: Model
+    datums: list[Datum]
+    loss: str
+    config: Config
+    backward: bool
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    found: Evaluated = field(default_factory=lambda: Evaluated([], []))
+    error: Exception | None = None
 
     @property
-    def state(self) -> Path:
-        return self.directory / "state"
+    def done(self) -> bool:
+        return self.error is not None or len(self.logprobs) == len(self.datums)
+
+    @property
+    def tokens_left(self) -> int:
+        return int(self.sizes[len(self.logprobs) :].sum())
+
+    @cached_property
+    def sizes(self) -> Int64[np.ndarray, " datums"]:
+        """The most nodes of each datum in a row."""
+        return np.array([x.targets.size for x in self.datums], np.int64)
+
+    def take(self, tokens: int) -> list[Datum]:
+        """Returns the next datums that have about so many tokens, at least one."""
+        first = len(self.logprobs)
+        ends = np.cumsum(self.sizes[first:])
+        return self.datums[first : first + max(int(np.searchsorted(ends, tokens, "right")), 1)]
 
 
 class TrainerHost:
-    """The trainer of a server, and the models that take turns in it."""
+    """The models of a server."""
 
-    def __init__(self, backend: str, config: TrainerConfig) -> None:
-        self.backend = load_backend(backend)
-        self.backend_name = backend
-        self.base = model_dir.resolve(config.model.path)
-        self.config = replace(
-            config,
-            model=replace(config.model, path=str(self.base.absolute())),
-            optimizer=INITIAL,
-            share_prompts=True,
-        )
-        self.shares = True
-        text = model_dir.text_config(model_dir.read_config(self.base))
-        self.vocabulary = int(text["vocab_size"])
-        self.context = min(
-            config.row_length, int(text.get("max_position_embeddings") or config.row_length)
-        )
-        self._trainer: Trainer | None = None
-        self._shape: Shape | None = None
-        self._resident: Model | None = None
-        self._changed = False  # whether the resident differs from its directory
+    def __init__(
+        self, backend: str, config: TrainerConfig, resident_bytes: int = RESIDENT_BYTES
+    ) -> None:
+        self.model = Base(backend, config)
+        self.base = self.model.directory
+        self.context, self.vocabulary = self.model.context, self.model.vocabulary
+        self.pass_tokens = min(PASS_TOKENS, config.micro_batch_rows * config.row_length)
+        self.resident_bytes = resident_bytes
+        self._turns = Turns(self.model)
+        self._bank: AdapterBank | None = None
+        self._has_bank = isinstance(self.model.backend, TrainsManyAdapters)
+        # Of the adapters in the bank by their names there, the least recently used first; None for
+        # what is sampled from.
+        self._resident: dict[str, Model | None] = {}
+        self._pinned: set[str] = set()  # whose requests are under way
 
-    # ---- who is in the trainer
+    @property
+    def config(self) -> TrainerConfig:
+        return self.model.config
 
-    def _build(self, shape: Shape, seed: int) -> Trainer:
-        """Builds a trainer with fresh weights of a shape in place of the one before."""
-        self._trainer = self._shape = None  # its memory is free before the next one takes some
-        lora = replace(self.config.lora, rank=shape.rank, targets=shape.targets(self.config.lora))
-        config = replace(self.config, lora=lora, seed=seed)
-        try:
-            trainer = create_trainer(self.backend_name, config)
-        except ConfigError:
-            if not self.shares:
-                raise
-            # Families that compute no branches, or what is wrong is something else.
-            trainer = create_trainer(self.backend_name, replace(config, share_prompts=False))
-            self.shares, self.config = False, replace(self.config, share_prompts=False)
-        if not isinstance(trainer, SetsOptimizer):
-            raise UserError(
-                f"areal-x tinker needs a trainer whose clients set its optimizer, and the backend"
-                f" {self.backend_name!r} lacks areal_x.protocols.trainer.SetsOptimizer: use"
-                " train.backend = 'jax' or 'torch', in one process"
-            )
-        self._trainer, self._shape = trainer, shape
-        return trainer
+    def trains_at_once(self, model: Model) -> bool:
+        """True if the model is an adapter that trains together with others."""
+        return bool(model.shape.rank) and self._find_bank() is not None
 
-    def _shaped(self, shape: Shape) -> Trainer:
-        """Returns a trainer of this shape, in which nobody is."""
-        self._leave()
-        if self._trainer is None or self._shape != shape:
-            return self._build(shape, 0)
-        return self._trainer
+    def is_at_once(self, model: Model) -> bool | None:
+        """Returns the same without building anything, None if it is not known yet. From any thread."""
+        if not model.shape.rank or not self._has_bank:
+            return False
+        return None if self._bank is None else True
 
-    def _leave(self) -> None:
-        """Writes the resident's state to its directory."""
-        model = self._resident
-        if model is not None and self._trainer is not None and self._changed:
-            write_whole(model.state, self._trainer.save)  # it stays if that fails
-        self._resident, self._changed = None, False
+    def _find_bank(self) -> AdapterBank | None:
+        if self._bank is None and self._has_bank:
+            backend = self.model.backend
+            assert isinstance(backend, TrainsManyAdapters)
+            try:
+                self._bank = self.model.sharing_prompts(backend.create_bank)
+            except NotImplementedError:
+                self._has_bank = False
+        return self._bank
 
-    def _enter(self, model: Model) -> Trainer:
-        """Returns the trainer with the model in it."""
-        if self._resident is model and self._trainer is not None:
-            return self._trainer
-        trainer = self._shaped(model.shape)
-        if not model.state.is_dir() and not model.shape.rank:
-            trainer = self._build(model.shape, model.seed)  # whole models begin as the base
-            self._changed = True
-        else:
-            if not model.state.is_dir():
-                write_whole(model.state, lambda at: self._begin_adapter(trainer, model, at))
-            trainer.restore(model.state)
-            self._changed = False
-        self._resident = model
-        return trainer
+    # ---- which adapters are in the bank
 
-    def _begin_adapter(self, trainer: Trainer, model: Model, directory: Path) -> None:
-        """Writes an adapter without effect: B is 0 and A uniform within ±1 / sqrt(its columns), as
-        in PEFT; from the seed alone, the same with every backend."""
-        random = np.random.default_rng(model.seed)
+    def _enter(self, bank: AdapterBank, model: Model) -> str:
+        """Returns the name of the model's adapter in the bank."""
+        name = str(model.directory)
+        if name not in self._resident:
+            if model.state.is_dir():
+                self._put(bank, name, model.shape, self.model.read(model.state, model.shape))
+            else:
+                shapes = bank.shapes(model.shape.lora(self.model.config.lora))
+                self._put(bank, name, model.shape, AdapterState(fresh_adapter(shapes, model.seed)))
+        self._resident.pop(name, None)
+        self._resident[name] = model
+        return name
 
-        def fresh(name: str, x: np.ndarray) -> np.ndarray:
-            if not name.endswith(adapters.MATRICES[0]):
-                return np.zeros(x.shape, np.float32)
-            uniform: np.ndarray = random.uniform(-1, 1, x.shape) * x.shape[1] ** -0.5
-            return uniform.astype(np.float32)
+    def _put(self, bank: AdapterBank, name: str, shape: Shape, state: AdapterState) -> None:
+        bank.put(name, shape.lora(self.model.config.lora), state)
+        self._resident.pop(name, None)
+        for old, model in list(self._resident.items()):
+            if bank.nbytes() <= self.resident_bytes:
+                break
+            if old in self._pinned or (model is not None and model.has_gradient):
+                continue
+            if model is not None:
+                self.save(model, model.state)
+            self._remove(bank, old)
+        self._resident[name] = None
 
-        made = {name: fresh(name, x) for name, x in sorted(trainer.adapter(), key=lambda x: x[0])}
-        lora = replace(
-            self.config.lora, rank=model.shape.rank, targets=model.shape.targets(self.config.lora)
-        )
-        model_dir.copy_other_files(directory, self.base)
-        adapters.write(directory, made.items(), config=lora, base=self.base)
-        moments = (
-            (f"{moment}.{name}", np.zeros(x.shape, np.float32))
-            for moment in MOMENTS
-            for name, x in made.items()
-        )
-        state = {"version": 0, "optimizer": "adamw", "base": adapters.fingerprint(self.base)}
-        model_dir.write_optimizer_state(directory, moments, state)
+    def _remove(self, bank: AdapterBank, name: str) -> None:
+        bank.remove(name)
+        self._resident.pop(name, None)
+        self._pinned.discard(name)
 
     # ---- work
 
     def create(self, model: Model) -> None:
         """Makes a new model's weights."""
-        self._enter(model)
+        if self.trains_at_once(model):
+            assert self._bank is not None
+            self._enter(self._bank, model)
+        else:
+            self._turns.create(model)
 
     def forget(self, model: Model) -> None:
         """Deletes a model."""
-        if self._resident is model:
-            self._resident = None
+        if self._bank is not None:
+            self._remove(self._bank, str(model.directory))
+        self._turns.forget(model)
         shutil.rmtree(model.directory, ignore_errors=True)
-
-    def check_tokens(self, datums: Sequence[Datum]) -> None:
-        """Raises: UserError for tokens outside the vocabulary."""
-        for index, datum in enumerate(datums):
-            most = max(int(datum.tokens.max()), int(datum.targets.max()))
-            if most >= self.vocabulary:
-                raise UserError(
-                    f"datum {index} has the token {most}, and the model's vocabulary has"
-                    f" {self.vocabulary}"
-                )
 
     def forward(
         self, model: Model, datums: list[Datum], name: str, config: Config, backward: bool
@@ -201,53 +172,153 @@ class TrainerHost:
 
         Raises: UserError.
         """
-        loss = losses.find(name, config)
-        self.check_tokens(datums)
-        trainer = self._enter(model)
-        layout = lay_out(datums, self.context, self.shares)
-        logp = trainer.logprobs(layout.batch)
-        found = losses.evaluate(self.backend, loss, layout, datums, logp)
-        if not all(np.isfinite(x).all() for x in found.coefficients):
-            raise UserError(
-                f"the gradient of the loss {name} is not finite: the step would be lost"
-            )
+        if not self.trains_at_once(model):
+            return self._turns.forward(model, datums, name, config, backward)
+        work = Work(model, datums, name, config, backward)
+        while not work.done:
+            self.advance([(work, self.pass_tokens)])
+        if work.error is not None:
+            raise work.error
+        return work.logprobs, work.found
+
+    def advance(self, portions: Sequence[tuple[Work, int]]) -> None:
+        """Computes the next datums of several models' requests together, about so many tokens of
+        each: a forward pass, and with backward a backward pass. Each model has one request.
+
+        What is wrong with one of them is its error; the others are computed.
+        """
+        for backward in (True, False):
+            if own := [x for x in portions if x[0].backward == backward]:
+                try:
+                    self._advance(own, backward)
+                except Exception as error:
+                    for work, _ in own:
+                        work.error = error
+                for work, _ in own:
+                    if work.done:
+                        self._settle(work)
+
+    def _settle(self, work: Work) -> None:
+        """Ends a request: its gradient counts if all of it was computed."""
+        name, keep = str(work.model.directory), work.error is None
+        self._pinned.discard(name)
+        if self._bank is not None and name in self._resident and work.backward:
+            self._bank.settle(name, keep)
+            work.model.has_gradient |= keep
+
+    def _advance(self, portions: Sequence[tuple[Work, int]], backward: bool) -> None:
+        bank = self._find_bank()
+        assert bank is not None
+        taken = [(work, work.take(tokens)) for work, tokens in portions]
+        for work, _ in taken:
+            if not work.logprobs:
+                self._check(work)
+        taken = [(work, datums) for work, datums in taken if work.error is None]
+        if not taken:
+            return
+        names = []
+        for work, _ in taken:
+            names.append(self._enter(bank, work.model))
+            self._pinned.add(names[-1])
+        every = [datum for _, datums in taken for datum in datums]
+        owners = [index for index, (_, datums) in enumerate(taken) for _ in datums]
+        layout = lay_out(every, self.context, self.model.shares, owners)
+
+        def evaluate(
+            logprobs: Float32[np.ndarray, "rows length"],
+        ) -> Float32[np.ndarray, "rows length"]:
+            return self._evaluate(taken, owners, layout, every, logprobs)
+
         if backward:
-            bare = [Datum(x.tokens, x.targets) for x in datums]
-            model.pending.append((bare, found.coefficients))
-        return layout.gather(logp), found
+            logprobs = bank.add_gradients(layout.batch, layout.groups, names, evaluate)
+        else:
+            logprobs = bank.logprobs(layout.batch, layout.groups, names)
+            evaluate(logprobs)
+        for index, x in zip(owners, layout.gather(logprobs), strict=True):
+            taken[index][0].logprobs.append(x)
+
+    def _check(self, work: Work) -> None:
+        """Looks for what is wrong with a request before any of it is computed."""
+        try:
+            losses.find(work.loss, work.config)
+            self.model.check_tokens(work.datums)
+            check_sizes(work.datums, self.context, self.model.shares)
+        except UserError as error:
+            work.error = error
+
+    def _evaluate(
+        self,
+        taken: Sequence[tuple[Work, list[Datum]]],
+        owners: Sequence[int],
+        layout: Layout,
+        every: list[Datum],
+        logprobs: Float32[np.ndarray, "rows length"],
+    ) -> Float32[np.ndarray, "rows length"]:
+        """Returns the factors of all datums' gradients, 0 for what only goes forward or is not
+        finite; adds to each request what is found of its loss."""
+        factors = np.zeros(logprobs.size, np.float32)
+        alike: dict[Any, list[int]] = {}
+        for datum, index in enumerate(owners):
+            work = taken[index][0]
+            alike.setdefault(losses.find(work.loss, work.config), []).append(datum)
+        for loss, chosen in alike.items():
+            part = layout.of(chosen)
+            some = [every[datum] for datum in chosen]
+            found = losses.evaluate(self.model.backend, loss, part, some, logprobs)
+            for datum, at, terms, own in zip(chosen, part.at, *found, strict=True):
+                work = taken[owners[datum]][0]
+                work.found.terms.append(terms)
+                work.found.coefficients.append(own)
+                factors[at.ravel()] = own.ravel()
+        for index, (work, _) in enumerate(taken):
+            try:
+                losses.check_finite(work.loss, work.found)
+            except UserError as error:
+                work.error = error
+            if work.error is not None or not work.backward:
+                for at, owner in zip(layout.at, owners, strict=True):
+                    if owner == index:
+                        factors[at.ravel()] = 0
+        shaped: np.ndarray = factors.reshape(logprobs.shape)
+        return shaped
 
     def step(self, model: Model, optimizer: OptimizerConfig) -> dict[str, float]:
         """Takes one optimizer step on the sum of the pending gradients.
 
         Raises: UserError if there are none.
         """
-        if not model.pending:
+        if not self.trains_at_once(model):
+            return self._turns.step(model, optimizer)
+        if not model.has_gradient:
             raise UserError("optim_step needs a forward_backward before it: there is no gradient")
-        trainer = self._enter(model)
-        pending, model.pending = model.pending, []
-        datums = [datum for some, _ in pending for datum in some]
-        layout: Layout = lay_out(datums, self.context, self.shares)
-        weights = layout.spread([x for _, some in pending for x in some])
-        assert isinstance(trainer, SetsOptimizer)
-        trainer.set_optimizer(optimizer)
-        self._changed = True
+        assert self._bank is not None
+        model.has_gradient = False
         model.steps += 1
-        metrics = trainer.update(layout.batch.replace(weights=weights), of_algorithms.sft)
-        return {name: metrics[name] for name in ("grad_norm", "learning_rate", "skipped")}
+        return self._bank.step(self._enter(self._bank, model), optimizer)
 
     def save(self, model: Model, directory: Path) -> None:
         """Writes a model's state, whole or not at all."""
-        write_whole(directory, self._enter(model).save)
+        if not self.trains_at_once(model):
+            self._turns.save(model, directory)
+            return
+        assert self._bank is not None
+        state = self._bank.get(self._enter(self._bank, model))
+        write_whole(directory, lambda at: self.model.write(at, model.shape, state))
 
     def load(self, model: Model, directory: Path, optimizer: bool) -> None:
         """Replaces a model's weights by those of a directory; with optimizer, its moments and steps
         too, which else begin anew."""
-        if self._resident is model:
-            self._resident = None
-        write_whole(model.state, lambda at: copied(directory, at, optimizer))
-        model.pending = []
+        if not self.trains_at_once(model):
+            self._turns.load(model, directory, optimizer)
+            return
+        assert self._bank is not None
+        state = self.model.read(directory, model.shape, optimizer)
+        model.has_gradient = False
+        self._put(self._bank, str(model.directory), model.shape, state)
+        self._enter(self._bank, model)
         model.steps += 1
-        self._enter(model)
+
+    # ---- sampling
 
     def logprobs(
         self, source: Source, tokens: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, "n-1 k"]
@@ -259,83 +330,69 @@ class TrainerHost:
         """
         asked = np.where(targets < 0, tokens[1:, None], targets).astype(np.int32)
         found = np.zeros(targets.shape, np.float32)
-        trainer = self._holding(source)
+        score = self._scorer(source)
         width = max(1, WIDEST * self.context // len(tokens) - 1)
         for start in range(0, targets.shape[1], width):
             part = slice(start, start + width)
             datum = Datum(tokens[:-1], asked[:, part])
-            self.check_tokens([datum])
-            layout = lay_out([datum], self.context, self.shares)
-            found[:, part] = layout.gather(trainer.logprobs(layout.batch))[0]
+            self.model.check_tokens([datum])
+            layout = lay_out([datum], self.context, self.model.shares)
+            found[:, part] = layout.gather(score(layout))[0]
         return np.where(targets < 0, np.float32(0), found)
 
+    def _scorer(self, source: Source) -> Callable[[Layout], np.ndarray]:
+        bank = self._bank_of(source)
+        if bank is None:
+            return self._turns.scorer(source)
+        name = self._name_of(bank, source)
+
+        def score(layout: Layout) -> np.ndarray:
+            rows = np.full(len(layout.groups), NO_ADAPTER if name is None else 0, np.int32)
+            scored: np.ndarray = bank.logprobs(layout.batch, rows, [name or ""])
+            return scored
+
+        return score
+
+    def samples_at_once(self, source: Source) -> bool:
+        """True if a source is an adapter beside the base, or the base: sequences of several of them are
+        sampled together."""
+        return self._bank_of(source) is not None
+
     def snapshot(self, source: Source) -> Any:
-        """Returns a copy of a source's weights for the sampler."""
-        return self._holding(source).snapshot()
+        """Returns a copy of a source's weights for the sampler; of those that are sampled at once, the
+        base's."""
+        bank = self._bank_of(source)
+        return self._turns.snapshot(source) if bank is None else bank.snapshot()
+
+    def adapter(self, source: Source) -> Any:
+        """Returns a copy of an adapter for the sampler, None for the base."""
+        bank = self._bank_of(source)
+        assert bank is not None
+        name = self._name_of(bank, source)
+        return None if name is None else bank.adapter(name)
 
     def sampler(self, slots: int) -> Sampler:
         """Returns a sampler, whatever weights it is to have."""
-        trainer = self._trainer or self._build(self._any_adapter(), 0)
-        return trainer.sampler(slots, self.context)
+        bank = self._find_bank()
+        return self._turns.sampler(slots) if bank is None else bank.sampler(slots, self.context)
 
-    def _any_adapter(self) -> Shape:
-        """Returns the shape of an adapter that can stand beside the base without effect: that of the
-        trainer if it has one."""
-        own = self._shape
-        return own if own is not None and own.rank else Shape(self.config.lora.rank or 8)
+    def _bank_of(self, source: Source) -> AdapterBank | None:
+        """Returns the bank if it has a source's weights."""
+        whole = source.shape is not None and not source.shape.rank
+        return None if whole else self._find_bank()
 
-    def _holding(self, source: Source) -> Trainer:
-        """Returns the trainer with a source's weights in it."""
+    def _name_of(self, bank: AdapterBank, source: Source) -> str | None:
+        """Returns the name in the bank of an adapter to sample from, None for the base."""
+        if source.shape is None:
+            return None
         model = source.model
-        if model is not None and self._resident is model and model.steps == source.steps:
-            assert self._trainer is not None
-            return self._trainer  # they have not changed since
-        shape, directory = source.shape, source.directory
-        if shape is None:
-            shape = self._any_adapter()
-            directory = directory / "-".join(
-                map(str, (shape.rank, *shape.targets(self.config.lora)))
-            )
-        return self._enter(Model("", shape, directory))
-
-
-@dataclass(frozen=True)
-class Source:
-    """Weights to sample from, of one name each. directory: holds them in the form of
-    `Trainer.save`, in a directory "state"."""
-
-    name: str
-
-    shape: Shape | None
-    """None for the base model."""
-
-    directory: Path
-    model: Model | None = None
-    steps: int = -1
-    """The model whose weights these were, and its steps then."""
-
-
-def write_whole(directory: Path, write: Any) -> None:
-    """Writes a directory beside its place and moves it there."""
-    beside = directory.with_name(f".{directory.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    write(beside)
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.is_dir():
-        directory.rename(old)
-    beside.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def copied(source: Path, directory: Path, optimizer: bool) -> None:
-    """Copies a state; without the optimizer, its moments become 0 and its steps none."""
-    shutil.copytree(source, directory, dirs_exist_ok=True)
-    if optimizer:
-        return
-    zeros = ((name, np.zeros_like(x)) for name, x in model_dir.read_moments(source))
-    for file in directory.glob(f"{Path(model_dir.MOMENTS).stem}*"):
-        file.unlink()
-    state = {**model_dir.read_trainer_state(source), "version": 0}
-    model_dir.write_optimizer_state(directory, zeros, state)
+        if model is not None and model.steps == source.steps:
+            own = str(model.directory)
+            if self._resident.get(own) is model:
+                return own  # they have not changed since
+        name = f"{source.name} in {source.directory}"
+        if name not in self._resident:
+            state = self.model.read(source.directory / "state", source.shape, optimizer=False)
+            self._put(bank, name, source.shape, state)
+        self._resident[name] = self._resident.pop(name)
+        return name

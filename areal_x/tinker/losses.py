@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,14 +74,19 @@ def find(name: str, config: Config) -> Loss:
     if name not in LOSSES:
         hint = nearest(name, list(LOSSES)) or f": this server computes {', '.join(LOSSES)}"
         raise UserError(f"there is no loss {name!r}{hint}")
+    return _made(name, tuple(sorted(config.items())))
+
+
+@lru_cache(256)  # a backend compiles each function once
+def _made(name: str, config: tuple[tuple[str, float | str], ...]) -> Loss:
     known = LOSSES[name]
-    for key, value in config.items():
+    for key, value in config:
         if key not in known.defaults:
             has = ", ".join(known.defaults) or "none"
             raise UserError(f"the loss {name} has no setting {key!r}; its settings: {has}")
         if not isinstance(value, float | int) or not math.isfinite(value):
             raise UserError(f"the setting {key} of the loss {name} must be a number, not {value!r}")
-    settings = {key: float(x) for key, x in {**known.defaults, **config}.items()}
+    settings = {key: float(x) for key, x in {**known.defaults, **dict(config)}.items()}
     if LOW in settings and not settings[LOW] <= 1 <= settings[HIGH]:
         raise UserError(
             f"{LOW} = {settings[LOW]:g} and {HIGH} = {settings[HIGH]:g} must lie on either side of"
@@ -109,6 +114,12 @@ class Evaluated(NamedTuple):
 
     terms: list[np.ndarray]
     coefficients: list[np.ndarray]
+
+
+def check_finite(name: str, found: Evaluated) -> None:
+    """Raises: UserError for a gradient that is not finite."""
+    if not all(np.isfinite(x).all() for x in found.coefficients):
+        raise UserError(f"the gradient of the loss {name} is not finite: the step would be lost")
 
 
 def evaluate(

@@ -1,10 +1,12 @@
-"""Sampling from many weights with one engine: those of one name are in it at a time.
+"""Sampling from many weights with one engine: the base and all adapters beside it at once, whole
+models one at a time.
 
-    requests for B ──▶ line ──▶ engine with A's weights
-                                running requests of A end, then B's weights are loaded
+    adapters of the base ──▶ engine with the base and the adapters of all running requests
+    a whole model ──▶ line   running requests end, then its weights are loaded
 
-Requests for the weights that are loaded join at once while nobody waits for others; a swap takes
-turns in the order of arrival. So every token of a request has the weights that it asked for.
+Requests for what is loaded join at once while nobody waits for other weights; a swap takes turns in
+the order of arrival. An adapter comes with its first request, and running ones go on. So every token
+of a request has the weights that it asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +29,22 @@ from areal_x.protocols.engine import Completion, Request, SamplingParams, max_ne
 from areal_x.runtime import background
 from areal_x.runtime.thread import OneThread, inline_or_in_pool
 from areal_x.tinker import requests, results
-from areal_x.tinker.host import Source, TrainerHost
+from areal_x.tinker.host import TrainerHost
+from areal_x.tinker.models import Source
 
 MOST_SAMPLES = 1024
 UNSUPPORTED = ("prompt_alt_tokens_k",)
 MOST_TOP = 64  # most likely tokens at a position
+MOST_ADAPTERS = 16  # in the engine, besides those whose requests run
+BASE = ""  # the name of the base with its adapters, which no other weights have
+
+
+@dataclass(eq=False)
+class Adapter:
+    """An adapter in the engine, or on its way there. users: its requests."""
+
+    users: int = 0
+    ready: asyncio.Future[None] | None = None
 
 
 class Samplers:
@@ -47,13 +61,51 @@ class Samplers:
         self._users = 0
         self._swap: asyncio.Task[None] | None = None
         self._swaps = 0
-        self._line: deque[tuple[Source, asyncio.Future[None]]] = deque()
+        self._line: deque[tuple[Source, str, asyncio.Future[None]]] = deque()
+        # The adapters in the engine, the least recently used first, and their requests.
+        self._adapters: dict[str, Adapter] = {}
 
     @asynccontextmanager
-    async def holding(self, source: Source) -> AsyncIterator[EmbeddedEngine]:
-        """Gives the engine with these weights, which stay until the end."""
+    async def holding(self, source: Source) -> AsyncIterator[tuple[EmbeddedEngine, str | None]]:
+        """Gives the engine with these weights, which stay until the end, and the adapter's name there
+        if they are an adapter's."""
+        at_once = await self._thread.run(self.host.samples_at_once, source)
+        async with self._holding(source, BASE if at_once else source.name) as engine:
+            if not at_once or source.shape is None:
+                yield engine, None
+                return
+            adapter = self._adapters[source.name] = self._adapters.pop(source.name, Adapter())
+            adapter.users += 1
+            try:
+                if adapter.ready is None:
+                    adapter.ready = asyncio.get_running_loop().create_future()
+                    background.start(self._put(engine, source, adapter.ready), "an adapter")
+                await asyncio.shield(adapter.ready)
+                yield engine, source.name
+            finally:
+                adapter.users -= 1
+
+    async def _put(
+        self, engine: EmbeddedEngine, source: Source, ready: asyncio.Future[None]
+    ) -> None:
+        """Brings an adapter into the engine, in place of some that nobody uses."""
+        try:
+            idle = [name for name, x in self._adapters.items() if not x.users]
+            for name in idle[: max(len(self._adapters) - MOST_ADAPTERS, 0)]:
+                del self._adapters[name]
+                await engine.put_adapter(name, None)
+            given = await self._thread.run(self.host.adapter, source)
+            await engine.put_adapter(source.name, given)
+        except Exception as failure:
+            self._adapters.pop(source.name, None)
+            ready.set_exception(failure)
+        else:
+            ready.set_result(None)
+
+    @asynccontextmanager
+    async def _holding(self, source: Source, key: str) -> AsyncIterator[EmbeddedEngine]:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((source, turn))
+        self._line.append((source, key, turn))
         self._admit()
         try:
             await turn
@@ -74,19 +126,19 @@ class Samplers:
     def _admit(self) -> None:
         """Admits whoever is first in the line, as long as the weights are theirs."""
         while self._line and self._swap is None:
-            source, turn = self._line[0]
+            source, key, turn = self._line[0]
             if turn.done():  # cancelled
                 self._line.popleft()
-            elif source.name == self._loaded:
+            elif key == self._loaded:
                 self._line.popleft()
                 self._users += 1
                 turn.set_result(None)
             elif self._users == 0:
-                self._swap = background.start(self._load(source), "a swap of weights")
+                self._swap = background.start(self._load(source, key), "a swap of weights")
             else:
                 return
 
-    async def _load(self, source: Source) -> None:
+    async def _load(self, source: Source, key: str) -> None:
         error: Exception | None = None
         try:
             if self._engine is None:
@@ -96,12 +148,12 @@ class Samplers:
             snapshot = await self._thread.run(self.host.snapshot, source)
             self._swaps += 1
             await self._engine.swap(StagedSnapshot(snapshot=snapshot, version=self._swaps))
-            self._loaded = source.name
+            self._loaded = key
         except Exception as failure:
             error = failure
         self._swap = None
         if error is not None:
-            _, turn = self._line.popleft()
+            *_, turn = self._line.popleft()
             if not turn.done():
                 turn.set_exception(error)
         self._admit()
@@ -122,23 +174,22 @@ class Samplers:
             )
         seed = request.sampling_params.seed
         first = secrets.randbits(30) if seed is None else seed * MOST_SAMPLES
-        asked = [
-            Request(prompt, sampling, seed=(first + index) % 2**31)
-            for index in range(request.num_samples)
-        ]
+        seeds = [(first + index) % 2**31 for index in range(request.num_samples)]
         last = request.prompt_logprobs_last_n or len(prompt)
         top: list[np.ndarray] = []
-        async with self.holding(source) as engine:
+        async with self.holding(source) as (engine, adapter):
+            asked = [Request(prompt, sampling, seed=seed, adapter=adapter) for seed in seeds]
             completions: Sequence[Completion] = await asyncio.gather(*engine.submit(asked))
+            likely = partial(self._most_likely, engine, adapter)
             found = [
                 await inline_or_in_pool(len(x.tokens), cut, x, texts, self.tokenizer)
                 for x in completions
             ]
             if k := request.topk_prompt_logprobs:
-                top.append(await self._most_likely(engine, prompt, max(len(prompt) - last, 1), k))
+                top.append(await likely(prompt, max(len(prompt) - last, 1), k))
             if k := request.topk_sample_logprobs:
                 whole = [np.concatenate([prompt, x.tokens]) for x in found]
-                top += [await self._most_likely(engine, x, len(prompt), k) for x in whole]
+                top += [await likely(x, len(prompt), k) for x in whole]
         prompt_top = top.pop(0) if request.topk_prompt_logprobs else None
         scored = await self._scored(source, prompt, last, request, prompt_top)
         for index, ids in enumerate(top):
@@ -149,13 +200,18 @@ class Samplers:
         return await inline_or_in_pool(size, results.samples, found, scored)
 
     async def _most_likely(
-        self, engine: EmbeddedEngine, tokens: np.ndarray, first: int, k: int
+        self,
+        engine: EmbeddedEngine,
+        adapter: str | None,
+        tokens: np.ndarray,
+        first: int,
+        k: int,
     ) -> np.ndarray:
         """Returns the ids of the k most likely tokens in the places from `first` on, -1 if there are
         fewer: those that sampling one more token with top_k keeps."""
         sampling = SamplingParams(max_tokens=1, top_k=k)
         places = range(first, len(tokens))
-        asked = [Request(tokens[:place], sampling, seed=0) for place in places]
+        asked = [Request(tokens[:place], sampling, seed=0, adapter=adapter) for place in places]
         completions: Sequence[Completion] = await asyncio.gather(*engine.submit(asked))
         found = np.full((len(places), k), -1, np.int32)
         for row, completion in zip(found, completions, strict=True):

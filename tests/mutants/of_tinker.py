@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant, planted
 
 SERVER = ("tests/tinker/test_server.py",)
 STEPS = ("tests/tinker/test_steps_by_hand.py",)
+MANY = ("tests/tinker/test_many_adapters.py",)
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -37,7 +38,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/tinker/host.py",
+        "areal_x/tinker/turns.py",
         STEPS,
         (
             "Tinker: the model that leaves the trainer is not written",
@@ -49,10 +50,74 @@ MUTANTS: list[Mutant] = [
             "pending, model.pending = model.pending, []",
             "pending = model.pending",
         ),
+    ),
+    *planted(
+        "areal_x/tinker/host.py",
+        STEPS,
         (
             "Tinker: weights are sampled as they are now, not as they were saved",
-            "and model.steps == source.steps:",
-            "and model.steps >= source.steps:",
+            "if model is not None and model.steps == source.steps:\n            own",
+            "if model is not None and model.steps >= source.steps:\n            own",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/host.py",
+        MANY,
+        (
+            "Tinker: a request that fails keeps the gradient of its first datums",
+            "name, keep = str(work.model.directory), work.error is None",
+            "name, keep = str(work.model.directory), True",
+        ),
+        (
+            "Tinker: an adapter leaves memory without its state",
+            "                self.save(model, model.state)\n",
+            "                pass\n",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/gathering.py",
+        MANY,
+        (
+            "Tinker: a pass does not wait for the clients of the last one",
+            "                await self._gather()\n",
+            "",
+        ),
+        (
+            "Tinker: shares are of requests, not of clients",
+            "each = max(left // (len(owners) * len(own)), 1)",
+            "each = max(left // len(hungry), 1)",
+        ),
+    ),
+    *planted(
+        "backends/torch/areal_x_torch/bank.py",
+        MANY,
+        (
+            "Tinker: an adapter's scale is that of another rank",
+            "adapter = Adapter(self.shapes(config), config.scale, self.device)",
+            "adapter = Adapter(self.shapes(config), config.alpha, self.device)",
+        ),
+        (
+            "Tinker: adapters' gradients do not go back through A",
+            "add_product(of_x, places, of_h, part.a.to(x.dtype), 1.0)",
+            "pass",
+        ),
+    ),
+    *planted(
+        "backends/torch/areal_x_torch/slot_adapters.py",
+        MANY,
+        (
+            "Tinker: a sequence is sampled with the columns of all adapters",
+            "row[self._columns[name]] = 1",
+            "row[:] = 1",
+        ),
+    ),
+    *planted(
+        "areal_x/protocols/sampler.py",
+        MANY,
+        (
+            "Tinker: sequences of two adapters with one prompt share its cache",
+            "shown, request.adapter\n",
+            "shown\n",
         ),
     ),
     *planted(

@@ -51,15 +51,34 @@ def serving(place: Path, model: str, *options: str) -> Iterator[dict[str, str]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_a_program_of_the_client_trains_samples_saves_and_lists(tmp_path: Path, backend: str) -> None:
+    check(run(tmp_path, backend, PROGRAM))
+
+
+def run(place: Path, backend: str, program: Path) -> dict[str, Any]:
+    """Runs a program against a server of a tiny model and returns what it prints."""
     pytest.importorskip(f"areal_x_{backend}")
-    write_model(tmp_path / "m", num_hidden_layers=1)
+    write_model(place / "m", num_hidden_layers=1)
     assert PYTHON is not None
-    with serving(tmp_path, "m", "--backend", backend, "--context", "128", "--slots", "4") as environment:
+    with serving(place, "m", "--backend", backend, "--context", "128", "--slots", "4") as environment:
         clean = {name: x for name, x in environment.items() if name != "PYTHONPATH"}
-        ran = subprocess.run([PYTHON, PROGRAM, "m"], cwd=tmp_path, env=clean, capture_output=True, text=True)
+        ran = subprocess.run([PYTHON, program, "m"], cwd=place, env=clean, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     line = next(line for line in ran.stdout.splitlines() if line.startswith("RESULT "))
-    check(json.loads(line.removeprefix("RESULT ")))
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@needs_client
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_clients_of_several_adapters_at_once_get_what_each_alone_gets(tmp_path: Path, backend: str) -> None:
+    found = run(tmp_path, backend, PROGRAM.with_name("adapters_program.py"))
+    for one, own in zip(found["at_once"], found["alone"], strict=True):
+        np.testing.assert_allclose(one["losses"], own["losses"], rtol=1e-4, atol=1e-4)
+        assert one["losses"][-2] < one["losses"][0]
+        assert one["tokens"] == own["tokens"]
+        np.testing.assert_allclose(one["logprobs"], own["logprobs"], atol=1e-4)
 
 
 def check(found: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.testing.models import write_model
 from areal_x.tinker.data import Datum
-from areal_x.tinker.host import Model, Shape, Source, TrainerHost
+from areal_x.tinker.host import TrainerHost
+from areal_x.tinker.models import Model, Shape, Source
 from tests.tinker.by_hand import LOSSES, ByHand
 
 BACKENDS = ("torch", pytest.param("jax", marks=pytest.mark.thorough))  # which compiles for half a minute
@@ -111,7 +112,13 @@ def train(host: TrainerHost, model: Model, number: int) -> None:
     host.step(model, STEPS[number % 2])
 
 
-def test_models_that_take_turns_compute_what_each_alone_computes(host: TrainerHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [False, True])
+def test_models_that_take_turns_compute_what_each_alone_computes(
+    host: TrainerHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: bool
+) -> None:
+    if turns:  # one at a time in a trainer, as with backends without a bank
+        monkeypatch.setattr(host, "_has_bank", False)
+        monkeypatch.setattr(host, "_bank", None)
     alone = [Model(f"alone{i}", Shape(4), tmp_path / f"alone{i}", seed=i) for i in range(2)]
     turns = [Model(f"turns{i}", Shape(4), tmp_path / f"turns{i}", seed=i) for i in range(2)]
     expected = []

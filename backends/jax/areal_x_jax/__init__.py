@@ -19,6 +19,7 @@ __all__ = [
     "DEVICES_EACH",
     "TRANSPORTS",
     "check",
+    "create_bank",
     "create_trainer",
     "differentiate",
     "divide",
@@ -35,12 +36,17 @@ DEVICES_EACH: int | None = None  # all devices of its host
 
 if TYPE_CHECKING:  # mypy checks that the contract is fulfilled
     import areal_x_jax
-    from areal_x.protocols import backends, sampler, shares, trainer
+    from areal_x.protocols import adapter_bank, backends, sampler, shares, trainer
+    from areal_x_jax.bank import Bank
     from areal_x_jax.sampler import Sampler
     from areal_x_jax.trainer import Trainer
 
     _backend: backends.Backend = areal_x_jax
     _sharing: shares.SharingBackend = areal_x_jax
+    _many_adapters: adapter_bank.TrainsManyAdapters = areal_x_jax
+
+    def _bank(own: Bank) -> adapter_bank.AdapterBank:
+        return own
 
     def _trainer(own: Trainer) -> trainer.Trainer:
         return own
@@ -69,6 +75,13 @@ def create_trainer(config: TrainerConfig) -> Trainer:
 
     keep_compiled_programs()
     return Trainer(config)
+
+
+def create_bank(config: TrainerConfig) -> Bank:
+    from areal_x_jax.bank import Bank
+
+    keep_compiled_programs()
+    return Bank(config)
 
 
 def keep_compiled_programs() -> None:

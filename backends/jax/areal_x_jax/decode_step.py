@@ -77,8 +77,11 @@ def unstack_layers(params: Params, arch: Architecture) -> Params:
 
 
 def _layers(arch: Architecture, params: Params) -> list[Params]:
-    """Returns unstacked layers, whose kernels are rounded already if products are in fp8."""
+    """Returns unstacked layers, whose kernels are rounded already if products are in fp8; with each
+    row's columns of adapters, if there are any (areal_x_jax.slot_adapters)."""
     layers: list[Params] = params["layers"]
+    if "chosen" in params:
+        layers = [layer | {"chosen": params["chosen"]} for layer in layers]
     return [fp8.marked(layer, rounded=True) for layer in layers] if arch.fp8 else layers
 
 

@@ -29,12 +29,14 @@ from areal_x_jax.vision_architecture import VisionArchitecture
 
 class Rows(NamedTuple):
     """A batch and its images. ends: see `AttentionMask`; None unless a kernel reads them. until: see
-    `dense_attention.Tries`; None unless sequences share tokens."""
+    `dense_attention.Tries`; None unless sequences share tokens. adapters: of each row; None unless
+    there are several."""
 
     batch: Batch
     images: ImageArrays | None
     ends: Int[Array, "rows runs"] | None = None
     until: Int[Array, "rows length"] | None = None
+    adapters: Int[Array, " rows"] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class Forward:
             rows.until,
             rows.ends,
             batch.mask,
+            rows.adapters,
         )
 
 

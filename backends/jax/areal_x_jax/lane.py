@@ -35,6 +35,7 @@ from areal_x_jax.decode_step import Rows, SlotCache, copy, decode, most_steps, p
 from areal_x_jax.parameters import Params
 from areal_x_jax.prefill_chunks import packed
 from areal_x_jax.sharding import sampling_spec
+from areal_x_jax.slot_adapters import SlotAdapters, with_chosen
 from areal_x_jax.speculation import Models, speculate
 
 # Tokens of a prefill: on CPU larger chunks are no faster per token and leave more of the last chunk
@@ -66,8 +67,11 @@ class Lane:
         group: Mesh,
         speculation: Speculation = NOTHING,
         draft: tuple[Architecture, Params] | None = None,
+        adapters: SlotAdapters | None = None,
     ) -> None:
         self._call = call
+        self._adapters = adapters
+        self._adapter: list[str | None] = [None] * slots
         self.slots = slots
         self.context = context
         self.arch = arch
@@ -124,6 +128,10 @@ class Lane:
         """Number of compiled programs."""
         every = {*self._fills[0], *self._fills[1], self._decode, self._speculate}
         return sum(f._cache_size() for f in every)
+
+    def adapt(self, params: Params) -> None:
+        """Takes the same parameters with other adapters beside them."""
+        self._params = params, self._params[1]
 
     def load(self, params: Params) -> None:
         """params: on the device, unstacked."""
@@ -183,6 +191,9 @@ class Lane:
             for r, *_ in alike
         ]
         for chunk in packed(prompts, self._chunk, capacity):
+            if self._adapters is not None:
+                of_tokens = [self._adapter[chunk.slot[x]] if x >= 0 else None for x in chunk.piece]
+                params = with_chosen(params, self._adapters.chosen(of_tokens))
             cache = self._call(f"{whose}prefill", prefills, arch, params, cache, chunk)
         copies = np.array(
             [(first.slot, other.slot) for first, *others in alike for other in others], np.int32
@@ -212,6 +223,7 @@ class Lane:
                 "a prompt has image tokens, but the JAX sampler reads text only: leave images out of"
                 " prompts"
             )
+        self._adapter[slot] = request.adapter
         rows, greedy = self._rows, sampling.temperature == 0
         rows.token[slot] = request.tokens[-1]
         if rows.history.shape[1]:
@@ -268,7 +280,12 @@ class Lane:
             guesses = Guesses(*counts.tolist())
         else:
             cache, column = self._caches[0], np.int32(self._column)
-            arguments = self.arch, self._params[0], cache, rows, column, *limits, slots, truncates
+            params = self._params[0]
+            if self._adapters is not None:
+                every = range(self.slots) if slots is None else slots
+                of_rows = [self._adapter[x] if before.live[x] else None for x in every]
+                params = with_chosen(params, self._adapters.chosen(of_rows))
+            arguments = self.arch, params, cache, rows, column, *limits, slots, truncates
             cache, *outputs = self._call(program, self._decode, *arguments)
             self._caches = cache, None
             after, tokens, logprobs, bits = jax.device_get(outputs)

@@ -111,6 +111,7 @@ def hidden_states(
     until: Int[Array, "rows length"] | None = None,
     ends: Int[Array, "rows runs"] | None = None,
     trained: Bool[Array, "rows length"] | None = None,
+    adapters: Int[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], experts.Use | None]:
     """Returns the head's input for packed rows, and how they use experts, None without any: the mean
     over layers of `experts.imbalance`, and the load of each layer with experts by the `trained`
@@ -119,7 +120,8 @@ def hidden_states(
     A token attends to those before it in its own segment, or, if sequences share tokens, to those
     whose subtrees it is in. until: where these end (see `dense_attention.Tries`). images: None if no
     row has any. implementation: of attention (see areal_x_jax.attention). recorded: the experts that
-    each token goes through (see `experts.route`). ends: see `AttentionMask`.
+    each token goes through (see `experts.route`). ends: see `AttentionMask`. adapters: of each row,
+    if layers have several of them ([adapters, in, rank]).
 
     remat: what the backward pass recomputes. "products": all but the results of products with
     kernels and of attention (scores, everything elementwise): a fifth faster on a CPU than saving
@@ -166,6 +168,8 @@ def hidden_states(
             if scanned.varied is not None:  # their shapes differ, so that they are chosen here
                 window, rope_index = scanned.windows[number], scanned.layer_ropes[number]
             weights = partitioner.gathered(weights, axes)
+            if adapters is not None:
+                weights = weights | {"adapters": adapters}
             weights = fp8.marked(weights) if scanned.fp8 else weights
             keys = None
             if "a_log" in weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,15 @@ def check(config: TrainerConfig) -> Devices:
 
 def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
     """See `areal_x.protocols.backends.Backend`; compiled, as an update is."""
+    narrow = partial(jax.tree.map, lambda x: np.float32(x) if x.dtype == np.float64 else x)
+    gradient, terms = _differentiated(loss)(narrow(policy), narrow(batch))
+    return np.asarray(terms), jax.tree.map(np.asarray, gradient)
 
+
+@lru_cache(64)
+def _differentiated(loss: Loss) -> Any:
     def objective(policy: Policy, batch: Batch) -> tuple[jax.Array, jax.Array]:
         terms, _ = evaluate_loss(loss, policy, batch)
         return jnp.sum(batch.weights * terms), terms
 
-    narrow = partial(jax.tree.map, lambda x: np.float32(x) if x.dtype == np.float64 else x)
-    gradient, terms = jax.jit(jax.grad(objective, has_aux=True))(narrow(policy), narrow(batch))
-    return np.asarray(terms), jax.tree.map(np.asarray, gradient)
+    return jax.jit(jax.grad(objective, has_aux=True))

@@ -15,8 +15,9 @@ from areal_x.protocols.speculation import NOTHING, Speculation
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.decode_step import unstack_layers
 from areal_x_jax.lane import Lane
-from areal_x_jax.parameters import Params
+from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.sharding import sampling_groups
+from areal_x_jax.slot_adapters import SlotAdapters
 
 
 class Sampler(Lanes):
@@ -36,7 +37,10 @@ class Sampler(Lanes):
         mesh: Mesh | None = None,
         speculation: Speculation = NOTHING,
         draft: tuple[Architecture, Params] | None = None,
+        adapted: Architecture | None = None,
     ) -> None:
+        """adapted: the architecture of an adapter of any rank, of which requests may have one each; on
+        one device."""
         groups = (
             sampling_groups(mesh)
             if mesh is not None
@@ -53,8 +57,14 @@ class Sampler(Lanes):
         each = [
             (group, call, whole_on(draft, group)) for group, call in zip(groups, calls, strict=True)
         ]
+        self._adapters: SlotAdapters | None = None
+        self._shapes: Params = {}
+        if adapted is not None and adapted.adapters is not None:
+            self._adapters = SlotAdapters(arch, adapted.adapters.kernels)
+            self._shapes = parameter_shapes(adapted)["layers"]
+        self._plain: list[Params] = []
         made = [
-            Lane(arch, size, context, call, group, speculation, smaller)
+            Lane(arch, size, context, call, group, speculation, smaller, self._adapters)
             for group, call, smaller in each
             for _ in range(in_group)
         ]
@@ -72,7 +82,30 @@ class Sampler(Lanes):
             self._unstack(jax.tree.map(partial(shard_on, group=group), snapshot))
             for group in self._groups
         ]
-        return [weights for weights in apart for _ in range(self._in_group)]
+        self._plain = [weights for weights in apart for _ in range(self._in_group)]
+        return self._adapted()
+
+    def _adapted(self) -> list[Params]:
+        """Returns each lane's weights with the adapters beside them."""
+        if self._adapters is None:
+            return self._plain
+        return [self._adapters.beside(weights, self._shapes) for weights in self._plain]
+
+    def put_adapter(self, name: str, adapter: Params) -> None:
+        """See `areal_x.protocols.sampler.AdaptedSampler`."""
+        assert self._adapters is not None
+        self._adapters.put(name, adapter)
+        self._adapt()
+
+    def remove_adapter(self, name: str) -> None:
+        assert self._adapters is not None
+        self._adapters.remove(name)
+        self._adapt()
+
+    def _adapt(self) -> None:
+        for lane, weights in zip(self.lanes, self._adapted(), strict=True):
+            assert isinstance(lane, Lane)
+            lane.adapt(weights)
 
 
 def whole_on(

@@ -12,17 +12,22 @@ if TYPE_CHECKING:
     import numpy as np
 
     import areal_x_torch
-    from areal_x.protocols import backends, sampler, shares, trainer
+    from areal_x.protocols import adapter_bank, backends, sampler, shares, trainer
     from areal_x.protocols.backends import Devices
     from areal_x.protocols.shares import Division, Purpose
     from areal_x.protocols.trainer_config import TrainerConfig
     from areal_x.types import Batch, Loss, Policy
+    from areal_x_torch.bank import Bank
     from areal_x_torch.sampler import Sampler
     from areal_x_torch.trainer import Trainer
 
     # mypy checks that the contract is fulfilled.
     _backend: backends.Backend = areal_x_torch
     _sharing: shares.SharingBackend = areal_x_torch
+    _many_adapters: adapter_bank.TrainsManyAdapters = areal_x_torch
+
+    def _bank(own: Bank) -> adapter_bank.AdapterBank:
+        return own
 
     def _trainer(own: Trainer) -> trainer.Trainer:
         return own
@@ -58,6 +63,15 @@ def create_trainer(config: TrainerConfig) -> Trainer:
     from areal_x_torch.trainer import Trainer
 
     return Trainer(config)
+
+
+def create_bank(config: TrainerConfig) -> Bank:
+    from areal_x_torch.npu_releases import check_releases
+
+    check_releases()
+    from areal_x_torch.bank import Bank
+
+    return Bank(config)
 
 
 def check(config: TrainerConfig) -> Devices:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from areal_x_torch.kv_cache import Cache, DecodeCache, Layer, StateLayer, visible_of
 from areal_x_torch.model import decoder, head, head_input
+from areal_x_torch.slot_adapters import SlotAdapters
 
 # (tokens, their positions, *Cache.newest(their columns, used)) → the logits of the tokens after them
 Step = Callable[..., Float[Tensor, "fed vocabulary"]]
@@ -55,13 +56,32 @@ class NextLogits(nn.Module):
         return head(self.model).logits(head_input(self.model, last))
 
 
+class AdaptedLogits(nn.Module):
+    """The same with rows' own adapters: first `SlotAdapters.chosen`, then what NextLogits gets."""
+
+    def __init__(self, step: NextLogits, slots: SlotAdapters) -> None:
+        super().__init__()
+        self.step, self.slots = step, slots
+
+    def forward(self, chosen: Float[Tensor, "rows columns"], *given: object) -> Tensor:
+        with self.slots.being(chosen):
+            logits: Tensor = self.step(*given)
+        return logits
+
+
 @torch.inference_mode()
 def trace_step(
-    model: PreTrainedModel, layers: Sequence[Layer | StateLayer], width: int = 1
+    model: PreTrainedModel,
+    layers: Sequence[Layer | StateLayer],
+    width: int = 1,
+    slots: SlotAdapters | None = None,
 ) -> Step:
     """Returns the step as a graph for any number of rows and columns; without a graph, with a
-    warning, if it would compute something else. width: tokens of each row in one pass."""
-    step = NextLogits(model, layers, width)
+    warning, if it would compute something else. width: tokens of each row in one pass. slots: for
+    AdaptedLogits."""
+    step: NextLogits | AdaptedLogits = NextLogits(model, layers, width)
+    if slots is not None:
+        step = AdaptedLogits(step, slots)
     reason = "it gives other logits than the model"
     try:
         with warnings.catch_warnings():
@@ -85,9 +105,11 @@ def trace_step(
     return step
 
 
-def _example(step: NextLogits, rows: int, used: int) -> tuple[object, ...]:
+def _example(step: NextLogits | AdaptedLogits, rows: int, used: int) -> tuple[object, ...]:
     """Returns inputs for rows of unequal lengths, none longer than `used`, with random keys and
     values before the newest token."""
+    if isinstance(step, AdaptedLogits):
+        return step.slots.chosen([None] * rows), *_example(step.step, rows, used)
     weight = head(step.model).weight
     random = torch.Generator().manual_seed(rows)
     cache = Cache(step.layers, rows, used, weight.dtype, weight.device, step.width)

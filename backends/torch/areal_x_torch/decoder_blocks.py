@@ -56,17 +56,24 @@ def prepare(
             block.forward = partial(compiled[type(block)], block)
     learns = any(x.requires_grad for x in model.parameters())
     if learns and not (config.compile and config.remat == "products"):
-        recompute(
-            model,
-            partial(
-                choose,
-                config,
-                dtype,
-                product_width(model),
-                free_bytes(model, config, memory),
-                attention_bytes(model, dtype),
-            ),
-        )
+        recompute_as(model, config, dtype, memory)
+
+
+def recompute_as(
+    model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, memory: int | None
+) -> None:
+    """Makes the backward pass recompute blocks as the config requires; see `prepare`."""
+    recompute(
+        model,
+        partial(
+            choose,
+            config,
+            dtype,
+            product_width(model),
+            free_bytes(model, config, memory),
+            attention_bytes(model, dtype),
+        ),
+    )
 
 
 def recompute(model: PreTrainedModel, how: Callable[[int], str]) -> None:

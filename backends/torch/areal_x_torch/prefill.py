@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -14,12 +15,17 @@ from areal_x_torch import prompt_images
 from areal_x_torch.images import counts_in_three
 from areal_x_torch.kv_cache import Cache, PrefillCache
 from areal_x_torch.model import decoder
+from areal_x_torch.slot_adapters import SlotAdapters
 
 CHUNK = 512  # columns of a prefill: bounds the memory of long prompts
 
 
 def prefill(
-    model: PreTrainedModel, cache: Cache, first: int, requests: Sequence[SlotRequest]
+    model: PreTrainedModel,
+    cache: Cache,
+    first: int,
+    requests: Sequence[SlotRequest],
+    adapters: SlotAdapters | None = None,
 ) -> list[int]:
     """Writes the keys and values of these sequences except their last tokens, longest first, into
     the rows from `first`; returns the position of each last token minus its column."""
@@ -52,9 +58,19 @@ def prefill(
         width = chunk.shape[1]
         real = tuple(min(tokens, width) for tokens in left[:rows])
         written = PrefillCache(cache, first, rows, start, width, real, spans[:rows], near)
-        read(**inputs, position_ids=own.to(chunk.device), use_cache=False, cache=written)
+        position_ids = own.to(chunk.device)
+        with chosen_for(requests[:rows], adapters):
+            read(**inputs, position_ids=position_ids, use_cache=False, cache=written)
     ends = [len(request.tokens) - 1 for request in requests]
     return [int(positions[0, row, end]) - end for row, end in enumerate(ends)]
+
+
+def chosen_for(
+    requests: Sequence[SlotRequest], adapters: SlotAdapters | None
+) -> AbstractContextManager[None]:
+    if adapters is None:
+        return nullcontext()
+    return adapters.being(adapters.chosen([r.adapter for r in requests]))
 
 
 def chunks(columns: int, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -37,6 +37,7 @@ from areal_x_torch.kv_cache import Cache, attend_to_cache, layers_of
 from areal_x_torch.model import named_tensors
 from areal_x_torch.prefill import prefill
 from areal_x_torch.sampling import RowSampling, sample, uniform
+from areal_x_torch.slot_adapters import AdapterMatrices, SlotAdapters
 from areal_x_torch.speculation import Guesser, guessers
 
 PREFILL = 8192  # tokens of all prompts in a prefill
@@ -48,7 +49,7 @@ class Rows:
 
     token: the newest, not yet in the cache. column: its own. shift: its position minus its column,
     which differ after images. generated: how many tokens were generated. limit: most to generate.
-    history: all its tokens, for guesses from these; else without columns.
+    history: all its tokens, for guesses from these; else without columns. adapter: its name, or None.
     """
 
     slot: np.ndarray
@@ -64,6 +65,7 @@ class Rows:
     min_p: np.ndarray
     stops: np.ndarray
     history: np.ndarray
+    adapter: np.ndarray
 
     @staticmethod
     def none(columns: int = 0) -> Rows:
@@ -71,7 +73,8 @@ class Rows:
         seeds, stops = np.zeros((0, 2), np.uint32), np.zeros((0, 0), np.int64)
         history = np.zeros((0, columns), np.int32)
         first = whole, whole, whole, whole, whole, whole, seeds
-        return Rows(*first, real, real, whole, real, stops, history)
+        adapters = np.zeros(0, object)
+        return Rows(*first, real, real, whole, real, stops, history, adapters)
 
     @staticmethod
     def of(
@@ -107,6 +110,7 @@ class Rows:
                 np.int64,
             ),
             history=history,
+            adapter=np.array([r.adapter for r in requests], object),
         )
 
     def __len__(self) -> int:
@@ -140,7 +144,9 @@ class Sampler(Lanes):
         dtype: torch.dtype,
         lanes: int | None = None,
         speculation: Speculation = NOTHING,
+        adapted: Sequence[str] = (),
     ) -> None:
+        """adapted: the layers beside which requests' own adapters are."""
         self.model = lora.remove_adapters(copy.deepcopy(model)).requires_grad_(False)
         attend_to_cache(self.model)
         for p in self.model.parameters():
@@ -156,7 +162,8 @@ class Sampler(Lanes):
                 f" not support ({error})"
             )
             raise UserError(f"the embedded engine cannot be used: set {wanted}") from error
-        step = trace_step(self.model, layers)
+        self.adapters = SlotAdapters(self.model, adapted, dtype) if adapted else None
+        step = trace_step(self.model, layers, slots=self.adapters)
         # Guesses are computed at columns beyond the last token.
         columns = context + (speculation.tokens if speculation.active else 0)
         width = columns - context + 1
@@ -167,13 +174,22 @@ class Sampler(Lanes):
         if speculation.active:
             each = guessers(speculation, self.model, layers, caches, context)
         made = [
-            Lane(self.model, step, cache, context, guesser)
+            Lane(self.model, step, cache, context, guesser, self.adapters)
             for cache, guesser in zip(caches, each, strict=True)
         ]
         begin = (
             partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None
         )
         super().__init__(made, self._copy_in, begin)
+
+    def put_adapter(self, name: str, adapter: AdapterMatrices) -> None:
+        """See `areal_x.protocols.sampler.AdaptedSampler`."""
+        assert self.adapters is not None
+        self.adapters.put(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        assert self.adapters is not None
+        self.adapters.remove(name)
 
     @torch.inference_mode()
     def _copy_in(self, snapshot: Mapping[str, Tensor]) -> list[None]:
@@ -195,8 +211,9 @@ class Lane:
         cache: Cache,
         context: int,
         guesser: Guesser | None = None,
+        adapters: SlotAdapters | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._adapters = model, adapters
         self.supports_images = takes_images(model.config)
         self.slots, self.context = len(cache.keys[0]), context
         self._step = step
@@ -234,7 +251,7 @@ class Lane:
         ):
             first = len(self._rows)
             filled = [alike[i][0] for i in group]
-            shifts = prefill(self.model, self._cache, first, filled)
+            shifts = prefill(self.model, self._cache, first, filled, self._adapters)
             if self._draft is not None:
                 self._draft.prefill(first, filled)
             for source, i in enumerate(group):
@@ -328,9 +345,10 @@ class Lane:
         )
         used = int(rows.column.max()) + 1
         left = rows.limit - rows.generated
+        chosen = [] if self._adapters is None else [self._adapters.chosen(rows.adapter.tolist())]
         for step in range(len(ahead)):
             newest = self._cache.newest(column[:, None], used + step)
-            logits = self._step(token[:, None], (column + shift)[:, None], *newest)
+            logits = self._step(*chosen, token[:, None], (column + shift)[:, None], *newest)
             token, logprob, mask = sample(logits, uniforms[:, step, None], row_sampling)
             column = column + 1
             decoded.tokens[rows.slot, taken + step] = generated = token.cpu().numpy()

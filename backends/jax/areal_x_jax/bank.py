@@ -1,0 +1,328 @@
+"""Many adapters beside one frozen model, which train at once (areal_x.protocols.adapter_bank).
+
+Each adapter has arrays of its own rank. For a pass, those of its rows are stacked, [layers, adapters,
+in, rank] with zeros up to the largest rank, and each row multiplies with its own: what is padded is 0
+and its gradient too. Numbers of rows and adapters and the rank are powers of two, so that passes
+share compiled programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float32, Int32
+
+from areal_x.protocols.adapter_bank import NO_ADAPTER, AdapterState, Evaluate
+from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.tries import subtree_ends
+from areal_x.types import Batch
+from areal_x_jax import lora, optimizers
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.forward import Rows
+from areal_x_jax.packed_cudnn import run_ends
+from areal_x_jax.parameters import Params, parameter_shapes
+from areal_x_jax.sampler import Sampler
+from areal_x_jax.trainer import Trainer
+from areal_x_jax.weights import from_tensors, places, to_tensors
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+LEAST_RANK = 4
+
+
+@dataclass(eq=False)
+class Adapter:
+    """One adapter's state: trees of its parameters' shapes. fresh: of requests that are not
+    settled."""
+
+    arch: Architecture
+    scale: float
+    parameters: Params
+    moments: tuple[Params, Params] | None = None
+    """None before the first step."""
+
+    steps: int = 0
+    gradient: Params | None = None
+    fresh: Params | None = None
+
+    @property
+    def rank(self) -> int:
+        assert self.arch.adapters is not None
+        return self.arch.adapters.rank
+
+
+class Bank:
+    """An `areal_x.protocols.adapter_bank.AdapterBank` on one device."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        if any(target.startswith(EXPERTS) for target in config.lora.targets):
+            raise NotImplementedError("adapters of experts train one at a time")
+        if config.precision == "fp8":
+            raise NotImplementedError("adapters beside fp8 products train one at a time")
+        self.config = config
+        frozen = replace(config, frozen=True, lora=replace(config.lora, rank=0))
+        self.trainer = Trainer(frozen)
+        if self.trainer.mesh.size > 1:
+            raise NotImplementedError("a bank of adapters is on one device")
+        self.trained(replace(config.lora, rank=1))  # refuses targets that the model lacks
+        self._adapters: dict[str, Adapter] = {}
+        self._logp = jax.jit(self._logprobs)
+        self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+        self._padded = jax.jit(padded, static_argnums=1)
+        self._stacked = jax.jit(lambda trees: jax.tree.map(lambda *x: jnp.stack(x, 1), *trees))
+        self._part = jax.jit(part_of, static_argnums=2)
+        self._step = jax.jit(partial(step, config.optimizer), donate_argnums=(0, 1, 2))
+
+    def trained(self, config: LoRAConfig) -> Architecture:
+        return lora.trained_architecture(self.trainer.arch, config)
+
+    # ---- adapters
+
+    def shapes(self, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
+        return {name: place.tensor for name, place in places(self.trained(config)).items()}
+
+    def put(self, name: str, config: LoRAConfig, state: AdapterState) -> None:
+        arch = self.trained(config)
+
+        def read(tensors: Any) -> Params:
+            return from_tensors(arch, tensors, f"the adapter {name}", self.trainer.partitioner)
+
+        def moment(name: str) -> Params:
+            prefix = f"{name}."
+            own = (
+                (x.removeprefix(prefix), y)
+                for x, y in state.moments.items()
+                if x.startswith(prefix)
+            )
+            return read(own)
+
+        moments = (moment(MOMENTS[0]), moment(MOMENTS[1])) if state.moments else None
+        made = read(state.tensors.items())
+        self._adapters[name] = Adapter(arch, config.scale, made, moments, state.steps)
+
+    def get(self, name: str) -> AdapterState:
+        own = self._adapters[name]
+
+        def read(params: Params) -> dict[str, np.ndarray]:
+            # Copies: a step may reuse the memory.
+            return {tensor: np.array(x) for tensor, x in to_tensors(own.arch, params)}
+
+        moments = {
+            f"{moment}.{tensor}": x
+            for moment, of in zip(MOMENTS, own.moments or (), strict=False)
+            for tensor, x in read(of).items()
+        }
+        return AdapterState(read(own.parameters), moments, own.steps)
+
+    def remove(self, name: str) -> None:
+        self._adapters.pop(name, None)
+
+    def nbytes(self) -> int:
+        return sum(
+            x.nbytes
+            for own in self._adapters.values()
+            for x in jax.tree.leaves((own.parameters, own.moments, own.gradient, own.fresh))
+        )
+
+    # ---- passes
+
+    def logprobs(
+        self, batch: Batch, adapters: Int32[np.ndarray, " rows"], names: Sequence[str]
+    ) -> Float32[np.ndarray, "rows length"]:
+        rows, own = self._rows(batch, adapters, names)
+        logp = self._logp(*self._stacks(own), self.trainer.params, rows)
+        return masked(logp, batch)
+
+    def add_gradients(
+        self,
+        batch: Batch,
+        adapters: Int32[np.ndarray, " rows"],
+        names: Sequence[str],
+        evaluate: Evaluate,
+    ) -> Float32[np.ndarray, "rows length"]:
+        rows, own = self._rows(batch, adapters, names)
+        stacks, scales = self._stacks(own)
+        # Both passes are compiled; between them the loss is evaluated on the host.
+        logp, pull = jax.vjp(lambda x: self._logp(x, scales, self.trainer.params, rows), stacks)
+        logprobs = masked(logp, batch)
+        factors = np.zeros(logp.shape, np.float32)
+        factors[: len(logprobs)] = evaluate(logprobs)
+        if factors.any():
+            (gradients,) = pull(jnp.asarray(-factors))
+            for index, adapter in enumerate(own):
+                if adapter is not None:
+                    self._collect(adapter, gradients, index)
+        return logprobs
+
+    def _collect(self, adapter: Adapter, gradients: Params, index: int) -> None:
+        shapes = shapes_of(adapter.arch)
+        found = {"layers": self._part(gradients, np.int32(index), shapes)}
+        adapter.fresh = found if adapter.fresh is None else self._add(adapter.fresh, found)
+
+    def _rows(
+        self, batch: Batch, adapters: Int32[np.ndarray, " rows"], names: Sequence[str]
+    ) -> tuple[Rows, list[Adapter | None]]:
+        """Returns rows on the device, a power of two of them, and their adapters, None for the model
+        alone."""
+        self.trainer.check_tokens(batch, self.trainer.arch.vocab)
+        chosen = np.unique(adapters)
+        own = [None if index == NO_ADAPTER else self._adapters[names[index]] for index in chosen]
+        count = len(adapters)
+        more = (1 << (count - 1).bit_length()) - count
+
+        def put(x: np.ndarray) -> Array:
+            return jnp.asarray(np.pad(np.asarray(x), ((0, more), *[(0, 0)] * (x.ndim - 1))))
+
+        ends = until = None
+        segments = np.asarray(batch.segment_ids)
+        if self.trainer._reads_ends:
+            found = run_ends(segments)
+            ends = None if found is None else put(found)
+        if batch.parents is not None:
+            of_rows = zip(np.asarray(batch.parents), segments, strict=True)
+            until = put(np.stack([subtree_ends(*row) for row in of_rows]).astype(np.int32))
+        which = None
+        if any(x is not None for x in own):
+            which = put(np.searchsorted(chosen, adapters).astype(np.int32))
+        return Rows(batch.map(put), None, ends, until, which), own
+
+    def _stacks(self, own: Sequence[Adapter | None]) -> tuple[Params, Array]:
+        """Returns the adapters' kernels, [layers, adapters, in, rank] and [layers, adapters, rank,
+        out], and their scales; with zeros in place of none."""
+        real = [x for x in own if x is not None]
+        if not real:
+            return {}, jnp.zeros(0)
+        most = max(LEAST_RANK, *(x.rank for x in real))
+        lora_config = replace(self.config.lora, rank=1 << (most - 1).bit_length())
+        shapes = shapes_of(self.trained(lora_config))
+        count = 1 << (len(own) - 1).bit_length()
+        trees = [
+            self._padded({} if x is None else x.parameters["layers"], shapes)
+            for x in (*own, *[None] * (count - len(own)))
+        ]
+        scales = np.zeros(count, np.float32)
+        scales[: len(own)] = [0.0 if x is None else x.scale for x in own]
+        return self._stacked(trees), jnp.asarray(scales)
+
+    def _logprobs(self, stacks: Params, scales: Array, base: Params, rows: Rows) -> Array:
+        own = {
+            name: x * scales[:, None, None] if name.endswith("_lora_b") else x
+            for name, x in stacks.items()
+        }
+        params = {**base, "layers": {**base["layers"], **own}}
+        policy, _ = self.trainer.forward.policy(params, None, rows)
+        assert policy.logp is not None
+        logp: Array = policy.logp
+        return logp
+
+    def settle(self, name: str, keep: bool) -> None:
+        own = self._adapters[name]
+        if keep and own.fresh is not None:
+            own.gradient = own.fresh if own.gradient is None else self._add(own.gradient, own.fresh)
+        own.fresh = None
+
+    def step(self, name: str, optimizer: OptimizerConfig) -> dict[str, float]:
+        own = self._adapters[name]
+        gradient = own.gradient
+        if gradient is None:
+            gradient = jax.tree.map(jnp.zeros_like, own.parameters)
+        own.gradient = None
+        settings = optimizers.settings_of(optimizer, own.steps)
+        if own.moments is None:
+            zeros = partial(jax.tree.map, jnp.zeros_like, own.parameters)
+            own.moments = zeros(), zeros()
+        own.parameters, *moments, norm = self._step(
+            own.parameters, *own.moments, np.int32(own.steps), gradient, settings
+        )
+        own.moments = moments[0], moments[1]
+        own.steps += 1
+        norm = float(norm)
+        rate = optimizer.learning_rate
+        return {
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "skipped": 1.0 - np.isfinite(norm),
+        }
+
+    # ---- sampling
+
+    def snapshot(self) -> Params:
+        return self.trainer.snapshot()
+
+    def adapter(self, name: str) -> Params:
+        own = self._adapters[name]
+        return {
+            leaf: x * own.scale if leaf.endswith("_lora_b") else x + 0  # a copy: steps donate
+            for leaf, x in own.parameters["layers"].items()
+        }
+
+    def sampler(self, slots: int, context: int) -> Sampler:
+        arch = self.trainer.arch
+        longest = min(context, arch.context or context)
+        adapted = self.trained(replace(self.config.lora, rank=1))
+        return Sampler(arch, slots, longest, mesh=self.trainer.mesh, adapted=adapted)
+
+
+def masked(logp: Array, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+    rows: np.ndarray = np.asarray(logp)[: len(batch.mask)]
+    return np.where(batch.mask, rows, np.float32(0))
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def shapes_of(arch: Architecture) -> Shapes:
+    """Returns the shapes of an adapter's kernels by their names."""
+    return tuple((name, x.shape) for name, x in parameter_shapes(arch)["layers"].items())
+
+
+def padded(layers: Params, shapes: Shapes) -> Params:
+    """Returns an adapter's kernels with zeros up to these shapes, and zeros for those it lacks."""
+
+    def whole(name: str, shape: tuple[int, ...]) -> Array:
+        if name not in layers:
+            return jnp.zeros(shape)
+        x = layers[name]
+        return jnp.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+
+    return {name: whole(name, shape) for name, shape in shapes}
+
+
+def part_of(stacks: Params, index: Array, shapes: Shapes) -> Params:
+    """Returns one adapter's part of stacks, without what was padded."""
+
+    def part(stack: Array, shape: tuple[int, ...]) -> Array:
+        own = jax.lax.dynamic_index_in_dim(stack, index, 1, keepdims=False)
+        return own[tuple(slice(n) for n in shape)]
+
+    return {name: part(stacks[name], shape) for name, shape in shapes}
+
+
+def step(
+    config: OptimizerConfig,
+    params: Params,
+    mu: Params,
+    nu: Params,
+    steps: Array,
+    gradient: Params,
+    settings: optimizers.Settings,
+) -> tuple[Params, Params, Params, Array]:
+    """Returns an adapter and its moments after a step of AdamW, unless its gradient is not finite,
+    and the gradient's norm."""
+    optimizer = optimizers.with_settings(config, settings)
+    state = optax.tree.set(optimizer.init(params), mu=mu, nu=nu, count=steps)
+    norm = optax.tree.norm(gradient)
+    updates, after = optimizer.update(gradient, state, params)
+    new = (
+        optax.apply_updates(params, updates),
+        optax.tree.get(after, "mu"),
+        optax.tree.get(after, "nu"),
+    )
+    kept = jax.tree.map(lambda x, old: jnp.where(jnp.isfinite(norm), x, old), new, (params, mu, nu))
+    return *kept, norm
