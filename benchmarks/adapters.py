@@ -14,7 +14,8 @@ an optim_step.
 * in turns (`--turns`): one after the other in a trainer that has one adapter at a time, the others on disk, with a second
   forward pass in each step: what the server does with whole models
 
-Method: warmed up (with JAX compiled), then alternating rounds; medians of `--rounds`, of all clients together. Memory:
+Method: warmed up (with JAX compiled), then alternating rounds; medians of `--rounds`, of all clients together. The second ratio is of the least processor
+seconds of all threads, which other work on the machine changes less. Memory:
 the adapters with gradients and moments (`AdapterBank.nbytes`), and the process.
 """
 
@@ -56,7 +57,9 @@ def main() -> None:
         config = TrainerConfig(model=ModelConfig(path=str(write_random(place / "model", DENSE))), row_length=1024)
         host = TrainerHost(args.backend, config)
         print(f"{args.backend}: 8 adapters of ranks {', '.join(map(str, RANKS))}, tokens per second (least to most)\n")
-        print("| sequences × tokens of each | at once | one after the other | ratio | in turns |\n|---|---|---|---|---|")
+        print(
+            "| sequences × tokens of each | at once | one after the other | ratio | of processor seconds | in turns |\n|---|---|---|---|---|---|"
+        )
         for sequences in args.sequences:
             for tokens in args.tokens:
                 measure(host, place, sequences, tokens, args.rounds, args.turns)
@@ -108,18 +111,20 @@ def measure(host: TrainerHost, place: Path, sequences: int, tokens: int, rounds:
     if turns:
         ways["turns"] = in_turns, others
     took: dict[str, list[float]] = {name: [] for name in ways}
+    worked: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 2):
         for name, (way, of) in ways.items():
             given = works(of)
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), time.process_time()
             way(given)
             if number >= 2:
                 took[name].append(time.perf_counter() - begun)
+                worked[name].append(time.process_time() - before)
         print(f"{sequences} × {tokens}: round {number}", file=sys.stderr)
     trained = len(RANKS) * sequences * tokens
     cells = [f"{trained / statistics.median(x):.0f} ({trained / max(x):.0f}–{trained / min(x):.0f})" for x in took.values()]
     ratio = statistics.median(took["one by one"]) / statistics.median(took["at once"])
-    cells.insert(2, f"{ratio:.2f}")
+    cells[2:2] = [f"{ratio:.2f}", f"{min(worked['one by one']) / min(worked['at once']):.2f}"]
     print(f"| {sequences} × {tokens} | " + " | ".join(cells) + (" |" if turns else " | – |"), flush=True)
 
 
