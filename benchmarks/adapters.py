@@ -14,9 +14,9 @@ an optim_step.
 * in turns (`--turns`): one after the other in a trainer that has one adapter at a time, the others on disk, with a second
   forward pass in each step: what the server does with whole models
 
-Method: warmed up (with JAX compiled), then alternating rounds; medians of `--rounds`, of all clients together. The second ratio is of the least processor
-seconds of all threads, which other work on the machine changes less. Memory:
-the adapters with gradients and moments (`AdapterBank.nbytes`), and the process.
+Method: warmed up (with JAX compiled), then alternating rounds; medians of `--rounds`, of all clients together. The second ratio
+is of the least processor seconds of all threads, which other work on the machine changes less. Memory: the adapters with
+gradients and moments (`AdapterBank.nbytes`), and the process.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def main() -> None:
         config = TrainerConfig(model=ModelConfig(path=str(write_random(place / "model", DENSE))), row_length=1024)
         host = TrainerHost(args.backend, config)
         print(f"{args.backend}: 8 adapters of ranks {', '.join(map(str, RANKS))}, tokens per second (least to most)\n")
-        print(
-            "| sequences × tokens of each | at once | one after the other | ratio | of processor seconds | in turns |\n|---|---|---|---|---|---|"
-        )
+        titles = "sequences × tokens of each", "at once", "one after the other", "ratio", "of processor seconds", "in turns"
+        print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
         for sequences in args.sequences:
             for tokens in args.tokens:
                 measure(host, place, sequences, tokens, args.rounds, args.turns)
