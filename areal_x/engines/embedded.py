@@ -280,18 +280,21 @@ class EmbeddedEngine(Engine):
     async def put_adapter(self, name: str, adapter: Any) -> None:
         """Adds an adapter for requests (`AdapterBank.adapter`); with None forgets one, which no request
         has. The sampler is an `AdaptedSampler`."""
-        await self._change(AdapterChange(name, adapter))
+        future = self._queue(AdapterChange(name, adapter))
+        await future
 
     async def swap(self, staged: StagedSnapshot) -> float:
-        return await self._change(staged)
+        future = self._queue(staged)
+        return await future
 
-    async def _change(self, staged: StagedSnapshot | AdapterChange) -> float:
+    def _queue(self, staged: StagedSnapshot | AdapterChange) -> asyncio.Future[float]:
+        """Lets the worker load this next. Returns the seconds that it took."""
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         with self._changed:
             self._check()
             self._swaps.append((staged, future))
             self._changed.notify()
-        return await future
+        return future
 
     def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
         with self._changed:
