@@ -8,6 +8,7 @@ share compiled programs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -247,7 +248,7 @@ class Bank:
         return {
             "grad_norm": norm,
             "learning_rate": rate,
-            "skipped": 1.0 - np.isfinite(norm),
+            "skipped": float(not math.isfinite(norm)),
         }
 
     # ---- sampling

@@ -136,6 +136,8 @@ class Bank:
                 factors = evaluate(logprobs)
                 if own and factors.any():
                     policy.logp.backward(-to_tensor(factors, self.device))
+                    for adapter, _ in own:
+                        adapter.written = True
         return logprobs
 
     def settle(self, name: str, keep: bool) -> None:
@@ -176,7 +178,10 @@ def check(config: TrainerConfig) -> None:
 
 
 class Part(NamedTuple):
-    """What an adapter adds to one layer: scale · b @ a. grad_a, grad_b: where its gradient goes."""
+    """What an adapter adds to one layer: scale · b @ a. grad_a, grad_b: where its gradient goes; the
+    first backward pass of a request overwrites what is there."""
+
+    adapter: Adapter
 
     a: Float[Tensor, "rank in"]
     b: Float[Tensor, "out rank"]
@@ -202,11 +207,13 @@ class Adapter:
         self.moments: Float32[Tensor, "2 numbers"] | None = None  # before the first step
         self.steps = torch.zeros((), device=device)
         self.gradient: Tensor | None = None
-        self.fresh: Tensor | None = None  # of requests that are not settled
+        self.fresh: Tensor | None = None  # of a request that is not settled
+        self.written = False  # whether `fresh` is, by a backward pass
+        self._spare: Tensor | None = None  # for the next one, which writes what the last one wrote
         self._parts: dict[str, Part] | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        every = self.parameters, self.moments, self.gradient, self.fresh
+        every = self.parameters, self.moments, self.gradient, self.fresh, self._spare
         return (x for x in every if x is not None)
 
     def both_moments(self) -> Float32[Tensor, "2 numbers"]:
@@ -232,8 +239,10 @@ class Adapter:
     def begin(self) -> None:
         """Makes room for a gradient."""
         if self.fresh is None:
-            self.fresh = torch.zeros_like(self.parameters)
-            self._parts = None
+            self.fresh, self._spare = self._spare, None
+            if self.fresh is None:
+                self.fresh = torch.zeros_like(self.parameters)
+            self.written, self._parts = False, None
 
     def of(self, layer: str) -> Part | None:
         if self._parts is None:
@@ -245,19 +254,27 @@ class Adapter:
                     module = name.removesuffix(MATRICES[0])
                     other = module + MATRICES[1]
                     self._parts[module.removeprefix(PEFT_PREFIX)] = Part(
-                        a, own[other], fresh.get(name), fresh.get(other), self.scale
+                        self, a, own[other], fresh.get(name), fresh.get(other), self.scale
                     )
         return self._parts.get(layer)
 
     def settle(self, keep: bool) -> None:
-        if keep and self.fresh is not None:
-            self.gradient = self.fresh if self.gradient is None else self.gradient + self.fresh
-        self.fresh = self._parts = None
+        fresh, self.fresh, self._parts = self.fresh, None, None
+        if fresh is None:
+            return
+        if not self.written:
+            fresh.zero_()
+        if keep and self.gradient is None:
+            self.gradient = fresh
+            return
+        if keep and self.gradient is not None:
+            self.gradient += fresh
+        self._spare = fresh
 
     @torch.no_grad()
     def step(self, config: OptimizerConfig) -> dict[str, float]:
         gradient = torch.zeros_like(self.parameters) if self.gradient is None else self.gradient
-        self.gradient = None
+        self.gradient, self._spare = None, gradient
         norm = float(torch.linalg.vector_norm(gradient))
         finite = math.isfinite(norm)
         if finite:
@@ -373,18 +390,23 @@ class Products(torch.autograd.Function):
             if of_x is not None:
                 add_product(of_x, places, of_h, part.a.to(x.dtype), 1.0)
             if part.grad_a is not None and part.grad_b is not None:
-                add_product(part.grad_a, slice(None), of_h.T, x[places], 1.0)
-                add_product(part.grad_b, slice(None), own.T, h, part.scale)
+                before = part.adapter.written
+                add_product(part.grad_a, slice(None), of_h.T, x[places], 1.0, before)
+                add_product(part.grad_b, slice(None), own.T, h, part.scale, before)
         return of_x, None, None, None, None
 
 
-def add_product(y: Tensor, places: Places, one: Tensor, other: Tensor, scale: float) -> None:
-    """Adds scale · one @ other to rows of y."""
+def add_product(
+    y: Tensor, places: Places, one: Tensor, other: Tensor, scale: float, add: bool = True
+) -> None:
+    """Adds scale · one @ other to rows of y, or with False writes it there."""
     if isinstance(places, slice) and y.dtype == one.dtype:
-        y[places].addmm_(one, other, alpha=scale)
+        y[places].addmm_(one, other, alpha=scale, beta=float(add))
         return
     product = (one @ other).to(y.dtype)
-    if isinstance(places, slice):
+    if not add:
+        y[places] = product * scale
+    elif isinstance(places, slice):
         y[places].add_(product, alpha=scale)
     else:
         y.index_add_(0, places.to(y.device), product, alpha=scale)
