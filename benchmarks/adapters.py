@@ -123,7 +123,8 @@ def measure(host: TrainerHost, place: Path, sequences: int, tokens: int, rounds:
     trained = len(RANKS) * sequences * tokens
     cells = [f"{trained / statistics.median(x):.0f} ({trained / max(x):.0f}–{trained / min(x):.0f})" for x in took.values()]
     ratio = statistics.median(took["one by one"]) / statistics.median(took["at once"])
-    cells[2:2] = [f"{ratio:.2f}", f"{min(worked['one by one']) / min(worked['at once']):.2f}"]
+    least = {name: min(x) for name, x in worked.items()}
+    cells[2:2] = [f"{ratio:.2f}", f"{least['one by one'] / least['at once']:.2f} ({least['at once']:.2f} s)"]
     print(f"| {sequences} × {tokens} | " + " | ".join(cells) + (" |" if turns else " | – |"), flush=True)
 
 
