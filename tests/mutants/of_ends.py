@@ -101,19 +101,23 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/workflows/learned_reward.py",
+        "areal_x/workflows/wrapper.py",
         ("tests/workflows/test_learned_reward.py", "tests/agents/test_online.py"),
         (
             "the greedy answer that others are compared with is judged by the verifier",
             "        return replace(self, workflow=self.workflow.baseline())",
             "        return self.workflow.greedy()",
         ),
-        ("one answer that is too long fails all that are judged with it", " > self.row_length:", " > 1 << 30:"),
         (
             "a learned reward around sessions has a time limit",
             "        return self.workflow.open_ended",
             "        return False",
         ),
+    ),
+    *planted(
+        "areal_x/workflows/learned_reward.py",
+        ("tests/workflows/test_learned_reward.py", "tests/agents/test_online.py"),
+        ("one answer that is too long fails all that are judged with it", " > self.row_length:", " > 1 << 30:"),
     ),
     *planted(
         "areal_x/agents/online.py",

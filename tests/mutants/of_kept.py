@@ -195,7 +195,7 @@ MUTANTS: list[Mutant] = [
         CHECKS,
         (
             "a server may score truncated samples",
-            '            if server_urls(f"train.{name}", given):\n                wanted = (\n                    "a model',
+            '            if server_urls(binding, given):\n                wanted = (\n                    "a model',
             '            if False:\n                wanted = (\n                    "a model',
         ),
     ),
