@@ -57,13 +57,17 @@ class GangTrainer:
     def _outputs(self, method: str, batch: Batch) -> np.ndarray:
         dealt, division = self._dealer.deal(batch, "outputs")
         asked = "outputs", self._name, method, self._dealer.speakers
-        return self._dealer.outputs(batch.shape, division, self._of_speakers(*asked, batch=dealt))
+        spoken = self._of_speakers(*asked, batch=dealt)
+        outputs: np.ndarray = self._dealer.outputs(batch.shape, division, spoken)
+        return outputs
 
-    def _of_speakers(self, *call: Any, **batch: PerNode) -> list[np.ndarray | None]:
+    def _of_speakers(
+        self, method: str, *arguments: Any, batch: PerNode | None = None
+    ) -> list[np.ndarray | None]:
         """Returns what the processes, or at least all speakers, return of a call."""
         if self._dealer.speakers == [0]:
-            return [self._gang.call(*call, **batch)]
-        return self._gang.gather(*call, **batch)
+            return [self._gang.call(method, *arguments, batch=batch)]
+        return self._gang.gather(method, *arguments, batch=batch)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if loss is not self._loss:
@@ -86,7 +90,8 @@ class GangTrainer:
             return None
         shape, division = self._updated
         asked = "step_output", self._name, output, self._dealer.speakers, division is not None
-        return self._dealer.outputs(shape, division, self._of_speakers(*asked))
+        outputs: np.ndarray = self._dealer.outputs(shape, division, self._of_speakers(*asked))
+        return outputs
 
     def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in self._gang.stream("tensors", self._name, "weights"):

@@ -94,7 +94,7 @@ def input_of_arguments(arguments: str) -> str:
     call."""
     given = json_bounds.loads_object(arguments)
     match given:
-        case {"input": str(text)} if len(given) == 1:
+        case {"input": str(text), **others} if not others:
             return text
         case _:
             return arguments
