@@ -103,7 +103,7 @@ def test_a_patch_that_passes_the_hidden_tests_earns_the_reward(repository: Path)
     [
         ("true", {}, 0.0, 0.0),  # nothing changed
         ("echo 'def area(side): return 16' > shape.py", {}, 0.0, 0.5),
-        ("echo 'def area(side): return 16' > shape.py", {"partial": True}, 0.5, 0.5),
+        ("echo 'def area(side): return 9' > shape.py", {"partial": True}, 0.5, 0.5),
         (
             "mkdir lib; echo 'def area(side): return side ** 2' > lib/new.py; echo 'from lib.new import area' > shape.py",
             {},
