@@ -3,7 +3,8 @@
     AREAL_X_CLIENTS=.clients python benchmarks/clients.py     (make clients installs them first)
 
 Each cell is a test with the client that is installed: yes if it passed, no if it failed, – if the client
-has nothing that the test needs. Exits with 1 if a test failed; with --dry the page stays as it is.
+has nothing that the test needs. Exits with 1 if a test failed; with --dry the page stays as it is. Reports that pytest wrote
+of parts of these tests (--junitxml, -o junit_family=xunit1) can be given in place of a run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -40,10 +41,10 @@ class Row:
     properties: dict[str, str] = field(default_factory=dict)
 
 
-def rows_in(report: Path) -> dict[str, Row]:
+def rows_in(reports: Sequence[Path]) -> dict[str, Row]:
     """Returns the results of each client, by its id."""
     rows: dict[str, Row] = defaultdict(Row)
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
         found = re.fullmatch(r"(\w+)\[(.+)\]", case.attrib["name"])
         if found is None:
             continue
@@ -78,12 +79,17 @@ def table(rows: dict[str, Row]) -> Iterator[str]:
             yield line(client, row)
 
 
+def run(report: Path) -> int:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "clients", TESTS, f"--junitxml={report}"]
+    return subprocess.run([*command, "-o", "junit_family=xunit1"], cwd=ROOT, check=False).returncode
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "clients", TESTS, f"--junitxml={report}"]
-        status = subprocess.run([*command, "-o", "junit_family=xunit1"], cwd=ROOT, check=False).returncode
-        lines = list(table(rows_in(report)))
+        given = [Path(word) for word in sys.argv[1:] if word != "--dry"]
+        reports = given or [Path(folder, "report.xml")]
+        status = 0 if given else run(reports[0])
+        lines = list(table(rows_in(reports)))
     print("\n".join(lines))
     if "--dry" not in sys.argv:
         written = re.sub(rf"^{re.escape(HEAD)}(?:.*\n)+?(?=\n)", "\n".join(lines) + "\n", PAGE.read_text(), flags=re.M)

@@ -100,8 +100,10 @@ async def wait_for_exit(process: asyncio.subprocess.Process) -> int:
         try:
             return await asyncio.wait_for(process.wait(), guard.POLL_SECONDS)
         except TimeoutError:
+            # not by process.send_signal, which asks for the exit status first and so takes it from
+            # the thread of asyncio that waits for it
             with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
+                os.kill(process.pid, signal.SIGCONT)
 
 
 def inherited_environment(names: Iterable[str]) -> dict[str, str]:

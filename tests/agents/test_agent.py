@@ -18,11 +18,13 @@ from transformers import AutoTokenizer
 from areal_x.agents.agent import Agent
 from areal_x.agents.agent_process import AgentProcess
 from areal_x.agents.chat.credit import Credit
+from areal_x.agents.external_program import wait_for_exit
 from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.rollout.episode import run_episode
 from areal_x.rollout.episodes import EpisodeEngine
+from areal_x.runtime import guard
 from areal_x.types import Failed, Scored, Task, TimedOut
 from tests.rewards.reward_functions import length
 from tests.rollout.fakes import FakeEngine
@@ -356,3 +358,15 @@ def test_the_same_questions_with_the_same_seeds_give_the_same_tokens_through_eve
     for a, b in zip(in_process.trajectories, as_program.trajectories, strict=True):
         for name in ("tokens", "mask", "logprobs", "versions"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+def test_an_exit_status_is_known_whenever_the_program_ends_beside_the_signals_that_wake_its_guard(monkeypatch):
+    monkeypatch.setattr(guard, "POLL_SECONDS", 0.002)
+
+    async def one():
+        return await wait_for_exit(await asyncio.create_subprocess_exec("sh", "-c", "sleep 0.02; exit 3"))
+
+    async def many():
+        return await asyncio.gather(*(one() for _ in range(30)))
+
+    assert set(asyncio.run(many())) == {3}

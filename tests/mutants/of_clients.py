@@ -22,6 +22,11 @@ MUTANTS: list[Mutant] = [
         ("responses are kept without number", "len(self.stored) > MOST_STORED", "False"),
     ),
     *planted(
+        "areal_x/agents/external_program.py",
+        ("tests/agents/test_agent.py",),
+        ("the status of a program is taken from the thread that waits for it", "os.kill(process.pid, ", "process.send_signal("),
+    ),
+    *planted(
         GATEWAY + "content.py",
         IGNORED,
         (
