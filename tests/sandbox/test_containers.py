@@ -200,6 +200,11 @@ def test_a_local_container_has_no_image() -> None:
         asyncio.run(LocalContainers(LIMITS).start("python:3"))
 
 
+def test_an_image_of_a_dataset_is_no_option() -> None:
+    with pytest.raises(ContainerError, match="'--privileged' is no name of an image"):
+        asyncio.run(CommandLineContainers("true", "python:3.12", ContainerLimits()).start("--privileged"))
+
+
 def test_a_container_is_started_with_bounds_on_all_that_it_uses() -> None:
     words = start_words("podman", "an/image", ContainerLimits(memory_mb=64, processors=1.5, processes=7, life_seconds=90))
     assert words[:2] == ["podman", "run"]

@@ -65,6 +65,8 @@ class CommandLineContainers:
     async def start(self, image: str | None = None) -> Container:
         """Starts a container. Raises: ContainerError."""
         limits = self._limits
+        if (image or self._image).startswith("-"):  # it would be an option, such as --privileged
+            raise ContainerError(f"{image or self._image!r} is no name of an image")
         words = start_words(self._program, image or self._image, limits)
         with waiting(whose(), "its container to start", image or self._image):
             printed = await run_words(words, limits.start_seconds, AT_ONCE)
