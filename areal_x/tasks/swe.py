@@ -74,6 +74,9 @@ def read_swe(task: Task) -> SweTask:
     repository, image = about.get("repository"), about.get("image")
     if not (repository or image):
         raise ValueError(f'task {task.id} has neither a "repository" nor an "image"')
+    commit = about.get("commit") or "HEAD"
+    if not isinstance(commit, str) or commit.startswith("-"):  # an option, such as --output
+        raise ValueError(f"task {task.id} has {commit!r}, which is no commit")
     tests = tuple(_test(task.id, test) for test in answer.get("tests", ()))
     if not tests:
         raise ValueError(f"task {task.id} has no tests, so every patch would pass")
@@ -81,7 +84,7 @@ def read_swe(task: Task) -> SweTask:
         repository=repository,
         image=image,
         directory=about.get("directory") or DIRECTORY,
-        commit=about.get("commit") or "HEAD",
+        commit=commit,
         tests=tests,
         files=dict(answer.get("files") or {}),
         patch=answer.get("patch") or "",

@@ -181,6 +181,7 @@ def test_tasks_that_cannot_work_stop_the_run(repository: Path) -> None:
         (task(repository, {"tests": []}), "has no tests"),
         (task(repository, {"tests": [{"command": "make test"}]}), "is a list of words"),
         (task(repository, commit="missing"), "has no commit missing"),
+        (task(repository, commit="--output=stolen"), "'--output=stolen', which is no commit"),
         (task(repository, repository="/no/such/place"), "has no commit wrong"),
         (task(repository, repository=None, image="python:3"), "needs podman, Docker"),
     ):
