@@ -122,6 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cluster if item.path.stem == "cluster" else pytest.mark.thorough)
         if item.path.name == "trajectories.ipynb" and not find_spec("anywidget"):
             item.add_marker(pytest.mark.skip(reason="needs anywidget"))
+        if item.path.name == "tinker.ipynb" and not os.environ.get("TINKER_PYTHON"):
+            item.add_marker(pytest.mark.skip(reason="TINKER_PYTHON names no Python with the cookbook"))
         if item.get_closest_marker("xdist_group") is None:
             # A file of many cases, whose functions share no models that take long to make, would keep one worker alone at last.
             divided = module(item) in DIVIDED and isinstance(item, pytest.Function)

@@ -1,40 +1,43 @@
-"""What one key owns, and what its requests do. Another key has an account of its own, in which none
-of these ids exists.
+"""What one key owns: sessions, models under training, samplers and results. Another key has an
+account of its own, in which none of these ids exists.
+
+Everything here is in the journal too, from which a restarted server rebuilds it
+(areal_x/tinker/recovery.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from areal_x.errors import UserError
-from areal_x.protocols.trainer_config import OptimizerConfig
-from areal_x.runtime.thread import OneThread, inline_or_in_pool
+from areal_x.runtime.thread import OneThread
 from areal_x.tinker import requests, results
-from areal_x.tinker.checkpoints import About, Checkpoints, Ref, expiry
-from areal_x.tinker.futures import Futures, Line, Unknown
+from areal_x.tinker.checkpoints import About, Checkpoints, Ref
+from areal_x.tinker.futures import Futures, Line, Outcome, Unknown
 from areal_x.tinker.gathering import Gathering
-from areal_x.tinker.host import TrainerHost, Work
-from areal_x.tinker.losses import Evaluated
+from areal_x.tinker.host import TrainerHost
+from areal_x.tinker.journal import Journal, Sent
 from areal_x.tinker.models import Model, Shape, Source
-from areal_x.tinker.requests import ForwardBackward
 from areal_x.tinker.sampling import Samplers
+from areal_x.tinker.snapshots import Snapshots
+
+LOG = logging.getLogger(__name__)
 
 MOST_SESSIONS, MOST_MODELS, MOST_SAMPLERS = 1024, 64, 4096
-MOST_EPHEMERAL = 16  # unnamed sampler weights that are kept, the newest ones
-MOST_RANK = 512
+MOST_EPHEMERAL = 16  # unnamed sampler weights that are kept, those that were sampled from last
 SILENT_SECONDS = 600.0  # clients send a sign of life every 10
-LEAST_RATE = 1e-300  # stands for 0, and is 0 in fp32
-NO_METRICS: Mapping[str, float] = {}
+LASTING = ("forward_backward", "optim_step", "load_weights", "create_model")  # change a model
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Server:
     base_model: str
     checkpoints: Path
     working: Path
+    journal: Journal
 
     @cached_property
     def gathering(self) -> Gathering:
@@ -70,15 +74,26 @@ class Session:
 
 @dataclass(eq=False)
 class Trained:
-    """A model under training. model: None until it is loaded."""
+    """A model under training."""
 
     model: Model
     line: Line
+    snapshots: Snapshots
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work for a model. sent: the request that it does."""
+
+    trained: Trained
+    number: int
+    sent: Sent
+    work: Callable[[], Awaitable[results.Result]]
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Weights that a client samples from. source: None once its unnamed weights were deleted."""
+    """Weights that a client samples from. model_path: of a checkpoint."""
 
     source: Source
     model_path: str | None
@@ -88,15 +103,21 @@ class Account:
     """The sessions, models, samplers, checkpoints and requests of one key."""
 
     def __init__(self, server: Server, key: str) -> None:
+        self.key = key
         self.owner = owner_of(key)
         self.server = server
-        self.futures = Futures()
+        self.futures = Futures(self)
         self.checkpoints = Checkpoints(server.checkpoints / self.owner, server.base_model)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Trained] = {}
         self.samplers: dict[str, Sampler] = {}
-        self._joined: dict[str, int] = {}
-        self._ephemeral: list[Path] = []
+        self.joins: dict[str, int] = {}
+        self._ephemeral: dict[Path, None] = {}  # the one sampled from longest ago first
+
+    @property
+    def directory(self) -> Path:
+        """Holds the models under training and the unnamed weights to sample from."""
+        return (self.server.working / self.owner).absolute()
 
     # ---- sessions
 
@@ -107,6 +128,8 @@ class Account:
             self.finish(min(self.sessions.values(), key=lambda x: x.seen).id)
         session = Session(uuid.uuid4().hex, body.user_metadata, body.display_name)
         self.sessions[session.id] = session
+        about = {"user_metadata": body.user_metadata, "display_name": body.display_name}
+        self.server.journal.session(self.owner, session.id, about)
         return session
 
     def session(self, id: str) -> Session:
@@ -131,13 +154,15 @@ class Account:
         for model in session.models:
             self.unload(model)
         for sampler in session.samplers:
-            self.samplers.pop(sampler, None)
+            self._drop_sampler(sampler)
         del self.sessions[id]
+        self.server.journal.delete_session(id)
 
     def unload(self, id: str) -> None:
         """Deletes a model's state; what was sent for it and has not begun fails."""
         if (trained := self.models.pop(id, None)) is not None:
             trained.line.close()
+            self.server.journal.delete_model(id)
             self.server.thread.run_unobserved(partial(self.server.host.forget, trained.model))
 
     # ---- models
@@ -148,7 +173,7 @@ class Account:
             raise Unknown
         return self.models[id]
 
-    def _begin(self, session_id: str, number: int, shape: Shape, seed: int) -> Trained:
+    def begin_model(self, session_id: str, number: int, shape: Shape, seed: int) -> Trained:
         """Registers a new model, unless this is the request of before. Raises: UserError; Unknown."""
         session = self.session(session_id)
         id = f"{session.id}:train:{number}"
@@ -163,32 +188,32 @@ class Account:
                 f"there are {len(self.models)} models of this key: finish the sessions of those that"
                 " are no longer trained"
             )
-        directory = self.server.working / self.owner / id
-        trained = Trained(Model(id, shape, directory, seed), Line(self.futures))
+        self.server.journal.model(self.owner, id, session.id, {**asdict(shape), "seed": seed})
+        return self.add_model(session, id, shape, seed)
+
+    def add_model(self, session: Session, id: str, shape: Shape, seed: int) -> Trained:
+        model = Model(id, shape, self.directory / id, seed)
+        snapshots = Snapshots(model)
+
+        async def after(number: int) -> None:
+            if snapshots.is_due() and id in self.models:
+                try:
+                    await self.snapshot(trained, number)
+                except OSError:  # the requests since the last one are in the journal
+                    LOG.exception("a snapshot of %s failed", id)
+                    snapshots.seconds = snapshots.bytes = 0
+
+        trained = Trained(model, Line(self.futures, after=after), snapshots)
         self.models[id] = trained
         session.models.append(id)
         return trained
 
-    def create_model(self, body: requests.CreateModel) -> tuple[str, str]:
-        """Returns the ids of a new model and of the request. Raises: UserError; Unknown."""
-        self.check_base(body.base_model)
-        check_optimizer(body.optimizer_config.type)
-        shape = shape_of(body.lora_config)
-        seed = 0 if body.lora_config is None else body.lora_config.seed or 0
-        if not 0 <= seed < 2**63:
-            raise UserError(f"the seed {seed} is out of range")
-        trained = self._begin(body.session_id, body.model_seq_id, shape, seed)
-        id = trained.model.id
+    async def snapshot(self, trained: Trained, number: int) -> None:
+        """Takes a snapshot of a model after the request of a number."""
+        server = self.server
+        await trained.snapshots.take(server.host, server.thread, server.journal, number)
 
-        async def work() -> results.Result:
-            await self.server.thread.run(self.server.host.create, trained.model)
-            self._begin_run(trained.model, body.user_metadata)
-            return results.plain({"type": "create_model", "model_id": id})
-
-        trained.line.put(f"{id}:0", 0, "create_model", work)
-        return id, f"{id}:0"
-
-    def _begin_run(self, model: Model, user_metadata: Mapping[str, Any] | None) -> None:
+    def begin_run(self, model: Model, user_metadata: Mapping[str, Any] | None) -> None:
         texts = None
         if user_metadata is not None:
             texts = {name: str(x) for name, x in user_metadata.items()}
@@ -201,164 +226,54 @@ class Account:
                 " start another server"
             )
 
-    def _put(
-        self,
-        model_id: str,
-        number: int,
-        kind: str,
-        function: Callable[..., Any],
-        *arguments: Any,
-        result: Callable[[Any], results.Result],
-    ) -> str:
-        """Puts work for a model into its line and returns the request's id. function: of the host,
-        called with the model. Raises: Unknown; as `Line.put`."""
-        trained = self.trained(model_id)
-        id = f"{model_id}:{number}"
+    async def run(self, trained: Trained, function: Callable[..., T], *arguments: Any) -> T:
+        """Runs a function of the host with a model, on the trainer's thread."""
 
-        async def work() -> results.Result:
-            return result(await self.server.thread.run(function, trained.model, *arguments))
+        def timed() -> T:
+            start = time.perf_counter()
+            try:
+                return function(trained.model, *arguments)
+            finally:
+                trained.snapshots.seconds += time.perf_counter() - start
 
-        trained.line.put(id, number, kind, work)
+        return await self.server.thread.run(timed)
+
+    def put(self, job: Job) -> str:
+        """Puts work for a model into its line and returns the request's id. Raises: as `Line.put`."""
+        model, sent = job.trained.model, job.sent
+        id = f"{model.id}:{job.number}"
+        if job.trained.line.put(id, job.number, sent.kind, job.work):
+            self.server.journal.request(self.owner, id, model.id, job.number, sent)
+            job.trained.snapshots.bytes += len(sent.body)
         return id
-
-    def forward_backward(self, body: ForwardBackward) -> str:
-        """Returns the request's id. Raises: Unknown; as `Line.put`."""
-        trained = self.trained(body.model_id)
-        id, backward = f"{body.model_id}:{body.seq_id}", not body.forward_only
-
-        async def work() -> results.Result:
-            own = Work(trained.model, body.datums, body.loss, body.config, backward)
-            found = await self.server.gathering.forward(self.owner, own)
-            size = sum(x.targets.size for x in body.datums)
-            return await inline_or_in_pool(size, outputs_of, body, *found)
-
-        trained.line.put(id, body.seq_id, "forward_backward" if backward else "forward", work)
-        return id
-
-    def optim_step(self, body: requests.OptimStep) -> str:
-        """Returns the request's id. Raises: UserError; Unknown; as `Line.put`."""
-        if body.optimizer_params is not None:
-            check_optimizer(body.optimizer_params.type)
-        given = body.adam_params or requests.Adam()
-        check_optimizer(given.type)
-        if not given.learning_rate >= 0:
-            raise UserError(f"learning_rate = {given.learning_rate} is not at least 0")
-        if not (given.eps > 0 and given.weight_decay >= 0):
-            raise UserError("eps must be above 0, and weight_decay at least 0")
-        optimizer = OptimizerConfig(
-            learning_rate=max(given.learning_rate, LEAST_RATE),
-            beta1=given.beta1,
-            beta2=given.beta2,
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-            clip_norm=max(given.grad_clip_norm, 0.0),
-        )
-        return self._put(
-            body.model_id,
-            body.seq_id,
-            "optim_step",
-            self.server.host.step,
-            optimizer,
-            result=lambda metrics: results.plain({"metrics": dict(metrics)}),
-        )
 
     # ---- checkpoints
 
-    def save(self, body: requests.SaveWeights) -> str:
-        """Returns the id of the request to save a checkpoint. Raises: as `optim_step`."""
-        ref = Ref(body.model_id, "weights", body.path or f"{body.seq_id:06d}")
-        return self._save(body, ref, "save_weights")
+    def readable(self, ref: Ref) -> tuple[Checkpoints, About]:
+        """Returns a checkpoint and whose it is: this key's, or another's that is public.
 
-    def _save(self, body: requests.SaveWeights, ref: Ref, kind: str) -> str:
-        shape = self.trained(body.model_id).model.shape
-        about = partial(
-            About,
-            shape.rank,
-            shape.attention,
-            shape.mlp,
-            expires=expiry(body.ttl_seconds),
-            user_metadata=body.user_metadata,
-        )
+        Raises: UserError.
+        """
+        about = self.checkpoints.find(ref)
+        if about is not None:
+            return self.checkpoints, about
+        for place in self.server.checkpoints.glob(f"*/{ref.run}"):
+            other = Checkpoints(place.parent, self.server.base_model)
+            about = other.find(ref)
+            if about is not None and about.public:
+                return other, about
+        raise UserError(f"there is no checkpoint {ref}")
 
-        def work(model: Model) -> None:
-            def write(directory: Path) -> None:
-                self.server.host.save(model, directory)
+    # ---- results, as the futures' observer
 
-            self.checkpoints.save(ref, about(created=time.time()), write, body.overwrite)
+    def settled(self, id: str, kind: str, outcome: Outcome) -> None:
+        self.server.journal.outcome(id, results.stored(outcome), kind in LASTING)
 
-        return self._put(
-            body.model_id,
-            body.seq_id,
-            kind,
-            work,
-            result=lambda _: results.plain({"type": kind, "path": str(ref)}),
-        )
+    def dropped(self, id: str) -> None:
+        self.server.journal.dropped(id)
 
-    def save_for_sampler(self, body: requests.SaveWeights) -> str:
-        """Returns the id of the request to save weights to sample from: a checkpoint, or without a
-        name a sampler. Raises: as `optim_step`."""
-        if body.path is not None:
-            ref = Ref(body.model_id, "sampler_weights", body.path)
-            return self._save(body, ref, "save_weights_for_sampler")
-        number = body.sampling_session_seq_id
-        if number is None:
-            raise UserError("the request has neither a path nor a sampling_session_seq_id")
-        if body.kind != "snapshot":
-            raise UserError(
-                f"this server's samplers have fixed weights (kind 'snapshot'), not {body.kind!r}"
-            )
-        session = self.session(body.model_id.partition(":")[0])
-        name = f"{session.id}:sample:{number}"
-
-        def work(model: Model) -> Source:
-            directory = self.server.working / self.owner / f"sampler-{uuid.uuid4().hex}"
-            self.server.host.save(model, directory / "state")
-            return Source(directory.name, model.shape, directory, model, model.steps)
-
-        def answer(source: Source) -> results.Result:
-            self._add_sampler(session, name, Sampler(source, None))
-            self._ephemeral.append(source.directory)
-            while len(self._ephemeral) > MOST_EPHEMERAL:
-                shutil.rmtree(self._ephemeral.pop(0), ignore_errors=True)
-            return results.plain({"type": "save_weights_for_sampler", "sampling_session_id": name})
-
-        return self._put(
-            body.model_id, body.seq_id, "save_weights_for_sampler", work, result=answer
-        )
-
-    def load(self, body: requests.LoadWeights) -> tuple[str, str]:
-        """Returns the ids of the model and of the request to load a checkpoint into it: a new model,
-        if the request names a session. Raises: as `optim_step`."""
-        ref = Ref.parse(body.path)
-        about = self.checkpoints.get(ref)
-        if ref.kind != "weights":
-            raise UserError(f"{ref} is for sampling: training continues from {ref.run}/weights")
-        shape = Shape(about.rank, about.attention, about.mlp)
-        if body.base_model is not None:
-            self.check_base(body.base_model)
-        if body.session_id is not None:
-            trained = self._begin(body.session_id, body.model_seq_id or 0, shape, 0)
-            number = 0
-        else:
-            trained = self.trained(body.model_id or "")
-            number = body.seq_id if body.seq_id is not None else -1
-        model = trained.model
-        if model.shape != shape:
-            raise UserError(
-                f"{ref} has adapters of rank {shape.rank}, and the model {model.shape.rank}: create a"
-                " model from the checkpoint instead"
-            )
-
-        def work(model: Model) -> None:
-            self.checkpoints.get(ref)
-            self.server.host.load(model, self.checkpoints.place(ref) / "state", body.optimizer)
-
-        def answer(_: None) -> results.Result:
-            if number == 0:
-                self._begin_run(model, body.user_metadata)
-            return results.plain({"type": "load_weights", "path": str(ref), "model_id": model.id})
-
-        return model.id, self._put(model.id, number, "load_weights", work, result=answer)
+    def forgotten(self, id: str) -> None:
+        self.server.journal.forgotten(id)
 
     # ---- sampling
 
@@ -370,20 +285,49 @@ class Account:
             source = Source("base", None, self.server.working / "base")
         else:
             ref = Ref.parse(body.model_path)
-            about = self.checkpoints.get(ref)
+            own, about = self.readable(ref)
             shape = Shape(about.rank, about.attention, about.mlp)
-            name = f"{self.owner}/{ref}@{about.created}"
-            source = Source(name, shape, self.checkpoints.place(ref))
+            name = f"{own.directory.name}/{ref}@{about.created}"
+            source = Source(name, shape, own.place(ref))
         id = f"{session.id}:sample:{body.sampling_session_seq_id}"
-        self._add_sampler(session, id, Sampler(source, body.model_path))
+        self.new_sampler(session, id, Sampler(source, body.model_path))
         return id
 
-    def _add_sampler(self, session: Session, id: str, sampler: Sampler) -> None:
-        if id not in self.samplers:
-            session.samplers.append(id)
+    def new_sampler(self, session: Session, id: str, sampler: Sampler) -> None:
+        """Adds a sampler, unless this is the request of before."""
+        if id in self.samplers:
+            return
+        source, shape = sampler.source, sampler.source.shape
+        about = {
+            "model_path": sampler.model_path,
+            "name": source.name,
+            "shape": None if shape is None else asdict(shape),
+            "directory": str(source.directory.absolute()),
+        }
+        self.server.journal.sampler(self.owner, id, session.id, about)
+        self.add_sampler(session, id, sampler)
+
+    def add_sampler(self, session: Session, id: str, sampler: Sampler) -> None:
+        session.samplers.append(id)
         self.samplers[id] = sampler
         while len(self.samplers) > MOST_SAMPLERS:
-            self.samplers.pop(next(iter(self.samplers)))
+            self._drop_sampler(next(iter(self.samplers)))
+        if sampler.source.directory.parent == self.directory:
+            self._use(sampler.source.directory)
+
+    def _use(self, directory: Path) -> None:
+        """Keeps unnamed weights longer than all others, and deletes those beyond the limit."""
+        self._ephemeral.pop(directory, None)
+        self._ephemeral[directory] = None
+        while len(self._ephemeral) > MOST_EPHEMERAL:
+            oldest = next(iter(self._ephemeral))
+            del self._ephemeral[oldest]
+            shutil.rmtree(oldest, ignore_errors=True)
+
+    def _drop_sampler(self, id: str) -> None:
+        if self.samplers.pop(id, None) is not None:
+            self.joins.pop(id, None)
+            self.server.journal.delete_sampler(id)
 
     def sampler(self, id: str) -> Sampler:
         """Raises: Unknown."""
@@ -392,57 +336,34 @@ class Account:
         return self.samplers[id]
 
     def join(self, id: str) -> int:
-        """Returns a number for one more client of a sampler. Raises: Unknown."""
+        """Returns a number for one more client of a sampler, whose requests' numbers begin there: no
+        two have one, before and after a restart. Raises: Unknown."""
         self.sampler(id)
-        self._joined[id] = self._joined.get(id, 0) + 1
-        return self._joined[id]
+        self.joins[id] = self.joins.get(id, 0) + 1
+        self.server.journal.joined(id, self.joins[id])
+        return self.joins[id]
 
-    def sample(self, body: requests.Sample) -> str:
+    def sample(self, body: requests.Sample, sent: Sent) -> str:
         """Returns the request's id. Raises: Unknown; as `Futures.start`."""
         sampler = self.sampler(body.sampling_session_id)
         id = f"{body.sampling_session_id}:{body.seq_id}"
-        self.futures.start(id, "sample", lambda: self._sample(sampler.source, body))
+        if self.futures.start(id, sent.kind, lambda: self._sample(sampler.source, body, id)):
+            whose = body.sampling_session_id
+            self.server.journal.request(self.owner, id, whose, body.seq_id, sent)
         return id
 
-    async def _sample(self, source: Source, body: requests.Sample) -> results.Result:
+    async def _sample(self, source: Source, body: requests.Sample, id: str) -> results.Result:
         if source.shape is not None and not (source.directory / "state").is_dir():
             raise UserError(
-                f"the weights to sample from are gone: of unnamed ones the newest {MOST_EPHEMERAL}"
-                " are kept, and checkpoints until they expire or are deleted"
+                f"the weights to sample from are gone: of unnamed ones the last {MOST_EPHEMERAL}"
+                " that were sampled from are kept, and checkpoints until they expire or are deleted"
             )
-        return await self.server.samplers.sample(source, body)
-
-
-def outputs_of(
-    body: ForwardBackward, logprobs: list[np.ndarray], evaluated: Evaluated
-) -> results.Result:
-    outputs = []
-    for datum, logp, terms in zip(body.datums, logprobs, evaluated.terms, strict=True):
-        named = {"logprobs": logp, "elementwise_loss": terms}
-        flat = datum.targets.shape[0] if datum.flat else datum.targets.shape
-        outputs.append({name: x.reshape(flat) for name, x in named.items()})
-    total = float(sum(np.sum(x, dtype=np.float64) for x in evaluated.terms))
-    return results.forward_backward(outputs, {"loss:sum": total})
+        if source.directory in self._ephemeral:
+            self._use(source.directory)
+        # A request without a seed has the same one after a restart.
+        chance = int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "little")
+        return await self.server.samplers.sample(source, body, chance)
 
 
 def owner_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:24]
-
-
-def shape_of(lora: requests.Lora | None) -> Shape:
-    """Raises: UserError."""
-    if lora is None:
-        return Shape(0)
-    if not 1 <= lora.rank <= MOST_RANK:
-        raise UserError(f"a LoRA rank is from 1 to {MOST_RANK}, not {lora.rank}")
-    if not (lora.train_attn or lora.train_mlp):
-        raise UserError(
-            "adapters of the unembedding alone are not supported: train_attn or train_mlp"
-        )
-    return Shape(lora.rank, lora.train_attn, lora.train_mlp)
-
-
-def check_optimizer(name: str) -> None:
-    """Raises: UserError."""
-    if name != "adamw":
-        raise UserError(f"this server's optimizer is adamw, not {name!r}")

@@ -19,8 +19,9 @@ from typing import Any
 
 from areal_x.errors import UserError
 from areal_x.tinker.models import write_whole
+from areal_x.tinker.snapshots import flush_tree
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SCHEME = "tinker://"
 RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -69,6 +70,11 @@ class About:
     created: float
     expires: float | None = None
     user_metadata: Mapping[str, str] | None = None
+    public: bool = False
+    """Whether other keys of this server may read it."""
+
+    request: str | None = None
+    """The request that saved it, so that its repetition after a restart is not a second one."""
 
 
 class Checkpoints:
@@ -84,25 +90,32 @@ class Checkpoints:
     def begin_run(self, run: str, **about: Any) -> None:
         place = self.directory / run
         place.mkdir(parents=True, exist_ok=True)
-        (place / OF_RUN).write_text(json.dumps({**about, "created": time.time()}))
+        if not (place / OF_RUN).exists():
+            write_json(place / OF_RUN, {**about, "created": time.time()})
 
     def save(
         self, ref: Ref, about: About, write_state: Callable[[Path], None], overwrite: bool
     ) -> None:
-        """Raises: UserError for a name that is taken."""
+        """Saves a checkpoint, and brings it to the disk. Raises: UserError for a name that is
+        taken."""
         place = self.place(ref)
-        if place.is_dir() and not overwrite and self.find(ref) is not None:
+        there = self.find(ref)
+        if there is not None and there.request == about.request is not None:
+            return  # by this request, before a restart
+        if there is not None and not overwrite:
             raise UserError(f"there is a checkpoint {ref}: choose another name, or overwrite it")
 
         def write(directory: Path) -> None:
             write_state(directory / "state")
             (directory / ABOUT).write_text(json.dumps(asdict(about)))
+            flush_tree(directory)
 
         place.parent.mkdir(parents=True, exist_ok=True)
         write_whole(place, write)
 
     def find(self, ref: Ref) -> About | None:
         """Returns None for one that is not there, or has expired, which is then deleted."""
+        heal(self.place(ref))
         try:
             about = About(**json.loads((self.place(ref) / ABOUT).read_text()))
         except FileNotFoundError:
@@ -129,11 +142,14 @@ class Checkpoints:
 
     def set_ttl(self, ref: Ref, seconds: int | None) -> None:
         """Sets in how many seconds a checkpoint expires. Raises: UserError."""
-        about = asdict(self.get(ref)) | {"expires": expiry(seconds)}
-        file = self.place(ref) / ABOUT
-        beside = file.with_name(f".{ABOUT}")
-        beside.write_text(json.dumps(about))
-        beside.rename(file)
+        self._change(ref, expires=expiry(seconds))
+
+    def set_public(self, ref: Ref, public: bool) -> None:
+        """Sets whether other keys may read a checkpoint. Raises: UserError."""
+        self._change(ref, public=public)
+
+    def _change(self, ref: Ref, **fields: Any) -> None:
+        write_json(self.place(ref) / ABOUT, asdict(self.get(ref)) | fields)
 
     def runs(self) -> list[str]:
         """Returns the runs, the newest first."""
@@ -171,7 +187,7 @@ class Checkpoints:
             "time": at(about.created),
             "tinker_path": str(ref),
             "size_bytes": sum(file.stat().st_size for file in files if file.is_file()),
-            "public": False,
+            "public": about.public,
             "user_metadata": about.user_metadata,
             "expires_at": None if about.expires is None else at(about.expires),
         }
@@ -204,3 +220,17 @@ def expiry(seconds: int | None) -> float | None:
 
 def at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file, whole or not at all."""
+    beside = file.with_name(f".{file.name}")
+    beside.write_text(json.dumps(content))
+    beside.rename(file)
+
+
+def heal(directory: Path) -> None:
+    """Brings back what a kill left in the middle of replacing a directory (`write_whole`)."""
+    old = directory.with_name(f".{directory.name}.old")
+    if old.is_dir() and not directory.is_dir():
+        old.rename(directory)

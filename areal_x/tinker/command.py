@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import secrets
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +26,8 @@ from areal_x.runtime.thread import OneThread
 from areal_x.tinker.account import Server
 from areal_x.tinker.app import application
 from areal_x.tinker.host import TrainerHost
+from areal_x.tinker.journal import Journal
+from areal_x.tinker.recovery import check_base, recover
 from areal_x.tinker.sampling import Samplers
 from areal_x.train import with_config
 
@@ -35,7 +37,8 @@ DESCRIPTION = """Serves training and sampling to clients of the Tinker API, on t
     areal-x tinker examples/arithmetic/grpo.gin -b "train.backend = 'torch'"
 
 Clients take the address and the key that are printed from the environment: TINKER_BASE_URL and
-TINKER_API_KEY. The server listens on loopback alone. From another machine, forward the port:
+TINKER_API_KEY. A server that is started again in its directory, however it ended, goes on with the
+same address and key, and its clients with it. The server listens on loopback alone. From another machine, forward the port:
 ssh -L PORT:127.0.0.1:PORT HOST"""
 LOOPBACK = "127.0.0.1"
 PREFIX = "tml-"  # without which clients refuse a key
@@ -98,7 +101,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--directory",
         type=Path,
         default=Path("runs/tinker"),
-        help=f"for checkpoints, and {ADDRESS} with address and key (runs/tinker)",
+        help=f"for checkpoints, the journal, and {ADDRESS} with address and key (runs/tinker)",
     )
     parser.add_argument(
         "--keys", type=Path, help="a file with a key a line, each for a client of its own"
@@ -111,13 +114,38 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def read_keys(file: Path | None) -> list[str]:
-    """Returns the keys of a file; else that of TINKER_API_KEY or a new one.
+def address_of(file: Path) -> dict[str, str]:
+    """Returns url and key of the last server of a directory, whose clients may come back; nothing
+    without one."""
+    try:
+        found = json.loads(file.read_text())
+        return {name: str(found[name]) for name in ("url", "key")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def listen(port: int, before: str) -> socket.socket:
+    """Returns a listener on a port; for 0, on that of an address of before if it is free.
+
+    Raises: UserError.
+    """
+    last = before.rpartition(":")[2]
+    for wanted in [int(last)] * (port == 0 and last.isdigit()) + [port]:
+        try:
+            return socket.create_server((LOOPBACK, wanted), backlog=512)
+        except (OSError, OverflowError) as error:
+            failure = error
+    taken = f"port {port} cannot be served ({failure}): 0 takes a free one"
+    raise UserError(taken) from failure
+
+
+def read_keys(file: Path | None, before: str | None = None) -> list[str]:
+    """Returns the keys of a file; else that of TINKER_API_KEY, that of before, or a new one.
 
     Raises: UserError for a key that clients would refuse.
     """
     if file is None:
-        keys = [os.environ.get("TINKER_API_KEY") or PREFIX + secrets.token_urlsafe(24)]
+        keys = [os.environ.get("TINKER_API_KEY") or before or PREFIX + secrets.token_urlsafe(24)]
     else:
         try:
             keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
@@ -145,29 +173,30 @@ def serve(
     logging.basicConfig(level=logging.WARNING)
     if options.context:
         config = replace(config, row_length=options.context)
-    keys = read_keys(options.keys)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    before = address_of(options.directory / ADDRESS)
+    keys = read_keys(options.keys, before.get("key"))
+    journal = Journal(options.directory)
     host = TrainerHost(backend, config)
     path = config.model.path
     name = options.name or (path if isinstance(path, str) else str(host.base))
     tokenizer = load_tokenizer(host.base)
-    try:
-        listener = socket.create_server((LOOPBACK, options.port), backlog=512)
-    except (OSError, OverflowError) as error:
-        taken = f"port {options.port} cannot be served ({error}): 0 takes a free one"
-        raise UserError(taken) from error
+    listener = listen(options.port, before.get("url", ""))
     url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
     root = options.directory
-    working = root / "working"  # of models under training, which end with the server
-    shutil.rmtree(working, ignore_errors=True)
-    working.mkdir(parents=True)
     write_address(root / ADDRESS, url, keys[0])
 
     async def until_interrupted() -> None:
         thread = OneThread("areal-x tinker")
         samplers = Samplers(host, thread, tokenizer, slots)
-        server = Server(host, thread, samplers, name, root / "checkpoints", working)
+        places = root / "checkpoints", root / "working"
+        server = Server(host, thread, samplers, name, *places, journal)
+        check_base(server)
+        served_application = application(server, keys)
+        for account in served_application.state.accounts:
+            recover(account)
         settings = uvicorn.Config(
-            application(server, keys),
+            served_application,
             log_config=None,
             log_level="error",
             access_log=False,
@@ -185,10 +214,10 @@ def serve(
         finally:
             await samplers.close()
             thread.close()
+            await journal.close()
 
     try:
         with loop.short_collections():
             loop.run(until_interrupted(), "tinker")
     finally:
         listener.close()
-        shutil.rmtree(working, ignore_errors=True)

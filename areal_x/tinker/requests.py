@@ -96,6 +96,14 @@ class SaveWeights(Body):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternal(Body):
+    model_id: str
+    path: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeights(Body):
     path: str
     optimizer: bool
@@ -208,6 +216,16 @@ def read(kind: type[B], body: bytes) -> B:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"the body is not a {kind.__name__} request: {error}") from error
+
+
+def read_forward_backward(wire: bool, body: bytes, forward_only: bool) -> ForwardBackward:
+    """Reads datums in either form; protocol buffers say themselves whether to compute a gradient.
+
+    Raises: UserError.
+    """
+    if wire:
+        return forward_backward_of_wire(body)
+    return forward_backward_of_json(body, forward_only)
 
 
 # ---- arrays and datums

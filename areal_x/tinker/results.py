@@ -1,4 +1,8 @@
-"""What a request comes to, in the API's two forms: JSON, and protocol buffers for arrays."""
+"""What a request comes to, in the API's two forms: JSON, and protocol buffers for arrays.
+
+The journal keeps a result as protocol buffers where it has them, from which a restarted server makes
+the JSON too (`stored`, `restored`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 from jaxtyping import Float32, Int32
 
@@ -19,10 +24,12 @@ STOP, LENGTH = 0, 1
 @dataclass(frozen=True)
 class Result:
     """A finished request. json: makes that form, for which arrays take time. wire: for those whose
-    client accepts protocol buffers; None if the API has no such form."""
+    client accepts protocol buffers; None if the API has no such form. form: the key of READERS for
+    it."""
 
     json: Callable[[], Mapping[str, Any]]
     wire: bytes | None = None
+    form: str = "plain"
 
     @property
     def size(self) -> int:
@@ -81,7 +88,7 @@ def forward_backward(
             "metrics": {name: number(float(x)) for name, x in metrics.items()},
         }
 
-    return Result(json, wire.block(1, kind) + records + numbers)
+    return Result(json, wire.block(1, kind) + records + numbers, "forward_backward")
 
 
 def number(x: float) -> float | None:
@@ -187,4 +194,80 @@ def samples(sequences: Sequence[SampledSequence], prompt: Scored) -> Result:
     def json() -> Mapping[str, Any]:
         return {"type": "sample", "sequences": [*map(found, sequences)], **prompt.json()}
 
-    return Result(json, written + prompt.written())
+    return Result(json, written + prompt.written(), "samples")
+
+
+# ---- for the journal
+
+
+def stored(outcome: Result | Failure) -> bytes:
+    if isinstance(outcome, Failure):
+        return msgspec.msgpack.encode(("failure", outcome.error, outcome.category))
+    if outcome.wire is None:
+        return msgspec.msgpack.encode((outcome.form, outcome.json()))
+    return msgspec.msgpack.encode((outcome.form, outcome.wire))
+
+
+def restored(data: bytes) -> Result | Failure:
+    """Returns an outcome that `stored` wrote; its JSON is made when it is asked for."""
+    form, *content = msgspec.msgpack.decode(data)
+    if form == "failure":
+        return Failure(*content)
+    if form == "plain":
+        return plain(content[0])
+    return Result(lambda: READERS[form](content[0]).json(), content[0], form)
+
+
+def _floats(data: bytes) -> Float32[np.ndarray, " n"]:
+    return np.frombuffer(data, "<f4").astype(np.float32)
+
+
+def _read_forward_backward(data: bytes) -> Result:
+    fields = wire.read(data)
+    outputs = []
+    for record in wire.messages(fields, 2):
+        arrays = {}
+        for name, pair in wire.entries(wire.read(record), 2).items():
+            tensor = wire.read(wire.message(pair, 2))
+            sides = wire.numbers(tensor, 4)
+            arrays[name] = _floats(wire.message(tensor, 1)).reshape(-1, *sides)
+        outputs.append(arrays)
+    metrics = {name: wire.doubles(x, 2)[0] for name, x in wire.entries(fields, 3).items()}
+    return forward_backward(outputs, metrics)
+
+
+def _read_top(data: bytes) -> Top:
+    fields = wire.read(data)
+    shape = wire.number(fields, 4), wire.number(fields, 3)
+    ids = np.frombuffer(wire.message(fields, 1), "<i4").reshape(shape)
+    logprobs = _floats(wire.message(fields, 2)).reshape(shape)
+    return Top(np.where(logprobs == np.float32(NONE[1]), -1, ids), logprobs)
+
+
+def _read_named(data: bytes) -> Float32[np.ndarray, "prompt-1 k"]:
+    fields = wire.read(data)
+    shape = wire.numbers(fields, 4)
+    if 1 in fields:
+        return _floats(wire.message(fields, 1)).reshape(shape)
+    sparse = wire.read(wire.message(fields, 2))
+    rows, columns = (np.frombuffer(wire.message(sparse, n), "<i8") for n in (2, 3))
+    found = np.zeros(shape, np.float32)
+    found[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = _floats(wire.message(sparse, 1))
+    return found
+
+
+def _read_samples(data: bytes) -> Result:
+    fields = wire.read(data)
+    sequences = []
+    for one in map(wire.read, wire.messages(fields, 1)):
+        tokens = np.frombuffer(wire.message(one, 2), "<i4")
+        top = _read_top(wire.message(one, 4)) if 4 in one else None
+        stopped = wire.number(one, 1) == STOP
+        sequences.append(SampledSequence(tokens, _floats(wire.message(one, 3)), stopped, top))
+    logprobs = _floats(wire.message(fields, 2)) if 2 in fields else None
+    top = _read_top(wire.message(fields, 3)) if 3 in fields else None
+    named = _read_named(wire.message(fields, 5)) if 5 in fields else None
+    return samples(sequences, Scored(logprobs, top, named))
+
+
+READERS = {"forward_backward": _read_forward_backward, "samples": _read_samples}

@@ -12,7 +12,6 @@ of a request has the weights that it asked for.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -162,8 +161,9 @@ class Samplers:
         if self._engine is not None:
             await self._engine.close()
 
-    async def sample(self, source: Source, request: requests.Sample) -> results.Result:
-        """Raises: UserError for a request that cannot be answered."""
+    async def sample(self, source: Source, request: requests.Sample, chance: int) -> results.Result:
+        """chance: the seed of a request without one. Raises: UserError for a request that cannot be
+        answered."""
         prompt = check(request)
         sampling, texts = self._sampling(request.sampling_params)
         max_new_tokens(Request(prompt, sampling), self.host.context, "--context")
@@ -173,7 +173,7 @@ class Samplers:
                 f" {self.host.vocabulary}"
             )
         seed = request.sampling_params.seed
-        first = secrets.randbits(30) if seed is None else seed * MOST_SAMPLES
+        first = chance % 2**30 if seed is None else seed * MOST_SAMPLES
         seeds = [(first + index) % 2**31 for index in range(request.num_samples)]
         last = request.prompt_logprobs_last_n or len(prompt)
         top: list[np.ndarray] = []

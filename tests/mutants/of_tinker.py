@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 SERVER = ("tests/tinker/test_server.py",)
+RECOVERY = ("tests/tinker/test_recovery.py",)
+ISOLATION = ("tests/tinker/test_isolation.py",)
+DOWNLOADS = ("tests/tinker/test_downloads.py",)
 STEPS = ("tests/tinker/test_steps_by_hand.py",)
 MANY = ("tests/tinker/test_many_adapters.py",)
 
@@ -164,6 +167,94 @@ MUTANTS: list[Mutant] = [
             "torch: set_optimizer keeps the first betas",
             'group["betas"] = config.beta1, config.beta2',
             'group.setdefault("betas", (config.beta1, config.beta2))',
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/recovery.py",
+        RECOVERY,
+        (
+            "Tinker: steps whose result is known are not repeated after a restart",
+            "line.repeat(row.number, work if has_effect(row) else None)",
+            "line.repeat(row.number, None)",
+        ),
+        (
+            "Tinker: a model's state of before a kill is taken for its first",
+            "if inner != snapshot:",
+            'if inner != snapshot and inner.name != "state":',
+        ),
+        (
+            "Tinker: numbers of a sampler's clients begin anew after a restart",
+            "account.joins[id] = joined",
+            "account.joins[id] = 0",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/account.py",
+        RECOVERY,
+        (
+            "Tinker: a step's request is forgotten once it has a result",
+            "results.stored(outcome), kind in LASTING)",
+            "results.stored(outcome), False)",
+        ),
+        (
+            "Tinker: a sample without a seed is another one after a restart",
+            "hashlib.sha256(id.encode())",
+            "hashlib.sha256(uuid.uuid4().bytes)",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/saving.py",
+        RECOVERY,
+        (
+            "Tinker: a model needs the checkpoint that it was loaded from after a restart",
+            "        await account.snapshot(trained, number)\n",
+            "",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/checkpoints.py",
+        RECOVERY,
+        (
+            "Tinker: a save is refused after a restart, for the checkpoint that it had written",
+            "if there is not None and there.request == about.request is not None:",
+            "if False:",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/account.py",
+        ISOLATION,
+        (
+            "Tinker: checkpoints of other keys are readable",
+            "if about is not None and about.public:",
+            "if about is not None:",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/exports.py",
+        ISOLATION,
+        (
+            "Tinker: a signature opens every file of a checkpoint",
+            "text = json.dumps([str(ref), name, expires])",
+            "text = json.dumps([str(ref), expires])",
+        ),
+        (
+            "Tinker: an address stays good for ever",
+            "text = json.dumps([str(ref), name, expires])",
+            "text = json.dumps([str(ref), name])",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/exports.py",
+        DOWNLOADS,
+        (
+            "Tinker: moments are exported",
+            "if is_private(file.name):\n            file.unlink()",
+            "if False:\n            file.unlink()",
+        ),
+        (
+            "Tinker: a mistyped recipient is accepted",
+            "or check != 1 or size",
+            "or size",
         ),
     ),
 ]
