@@ -130,7 +130,8 @@ def listen(port: int, before: str) -> socket.socket:
     Raises: UserError.
     """
     last = before.rpartition(":")[2]
-    for wanted in [int(last)] * (port == 0 and last.isdigit()) + [port]:
+    again = [int(last)] if port == 0 and last.isdigit() else []
+    for wanted in (*again, port):
         try:
             return socket.create_server((LOOPBACK, wanted), backlog=512)
         except (OSError, OverflowError) as error:
