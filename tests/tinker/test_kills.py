@@ -1,5 +1,5 @@
 """Servers that are killed with SIGKILL at random moments of a run of the unmodified client: it ends with the same
-weights. KILLS is their number (2; 50 took 9 minutes), TINKER_PYTHON the client's Python (test_client.py).
+weights. KILLS is their number (2), TINKER_PYTHON the client's Python (test_client.py).
 
 KILLS=50 TINKER_PYTHON=… python -m pytest -m thorough tests/tinker/test_kills.py"""
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +24,9 @@ from tests.tinker.test_client import KEY, PYTHON, needs_client
 
 PROGRAM = Path(__file__).parent / "long_program.py"
 KILLS = int(os.environ.get("KILLS", "2"))
-STEPS = 8 + 12 * KILLS
-PAUSE_SECONDS = 1.0  # at most, from a step of the client's to the kill after it
+STEPS = 8 + 6 * KILLS
+PAUSE_SECONDS = 0.3  # at most, from a step of the client's, or a start of the server, to the kill after it
+AT_START = 0.3  # of the kills, while the server still repeats what was lost
 
 pytestmark = [needs_client, pytest.mark.thorough, pytest.mark.timeout(300 + 60 * KILLS)]
 
@@ -33,26 +35,40 @@ class Server:
     """`areal-x tinker` in a directory: each start goes on with the address and the key of the one before."""
 
     def __init__(self, place: Path, backend: str) -> None:
-        self.place = place
-        self.command = [sys.executable, "-m", "areal_x", "tinker", "--model", "m", "--backend", backend]
-        self.command += ["--context", "64", "--slots", "2"]
-        self.environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(place.parent / "compiled")}
+        self.log = place / "server.log"
+        arguments = ["--model", "m", "--backend", backend, "--context", "64", "--slots", "2"]
+        self.arguments = json.dumps(arguments)
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(place.parent / "compiled"), "TINKER_API_KEY": KEY}
+        command = [sys.executable, str(Path(__file__).parent / "forking.py"), backend]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with self.log.open("w") as log:
+            self.parent: Any = subprocess.Popen(command, cwd=place, env=environment, stderr=log, **pipes)
         self.url = self.start()
 
     def start(self) -> str:
-        self.log = (self.place / "server.log").open("a")
-        streams = {"stdout": subprocess.PIPE, "stderr": self.log, "text": True}
-        environment = {**self.environment, "TINKER_API_KEY": KEY}
-        self.process: Any = subprocess.Popen(self.command, cwd=self.place, env=environment, **streams)
-        line: str = self.process.stdout.readline().strip()
-        assert line.startswith("export TINKER_BASE_URL="), (self.place / "server.log").read_text()[-3000:]
-        return line.removeprefix("export TINKER_BASE_URL=")
+        """Returns its address."""
+        self.parent.stdin.write(self.arguments + "\n")
+        self.parent.stdin.flush()
+        self.process = int(self.line("PID "))
+        return self.line("export TINKER_BASE_URL=")
+
+    def line(self, beginning: str) -> str:
+        """Returns the rest of the next line that begins so."""
+        for line in self.parent.stdout:
+            if line.startswith(beginning):
+                return str(line).removeprefix(beginning).strip()
+            assert not line.startswith("DEAD"), self.log.read_text()[-3000:]
+        raise AssertionError(self.log.read_text()[-3000:])
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-        self.log.close()
+        os.kill(self.process, signal.SIGKILL)
+        self.line("DEAD")
+
+    def close(self) -> None:
+        self.kill()
+        self.parent.stdin.close()
+        self.parent.wait(60)
+        self.parent.stdout.close()
 
 
 def run(place: Path, backend: str, kills: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -71,8 +87,9 @@ def run(place: Path, backend: str, kills: int) -> tuple[dict[str, Any], dict[str
 
     def read() -> None:
         assert client.stdout is not None
-        for line in client.stdout:
-            lines.append(line)
+        with client.stdout as out:
+            for line in out:
+                lines.append(line)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -80,8 +97,8 @@ def run(place: Path, backend: str, kills: int) -> tuple[dict[str, Any], dict[str
     done = 0
     try:
         while client.poll() is None:
-            seen = len(lines)
-            while client.poll() is None and (done == kills or len(lines) == seen):
+            seen, waits = len(lines), done == 0 or random.random() > AT_START
+            while client.poll() is None and (done == kills or (waits and len(lines) == seen)):
                 time.sleep(0.01)
             if client.poll() is None:
                 time.sleep(random.uniform(0, PAUSE_SECONDS))  # the moment of the kill
@@ -91,8 +108,8 @@ def run(place: Path, backend: str, kills: int) -> tuple[dict[str, Any], dict[str
         reader.join()
         assert client.returncode == 0, errors.read_text()[-3000:]
     finally:
-        server.kill()
         client.kill()
+        server.close()
     assert done == kills, f"the client ended after {done} kills: give it more steps"
     found = json.loads(lines[-1].removeprefix("RESULT "))
     run_id, _, name = found.pop("path").removeprefix("tinker://").partition("/")
