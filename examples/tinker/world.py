@@ -22,17 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.algorithms import losses
-from areal_x.protocols.backends import create_trainer
-from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x.types import Batch
+from areal_x import Trajectory, pack
 from examples.tiny import model as tiny
+from examples.tiny.supervised import supervise, supervised_trajectory
 
 NAME = "Qwen/Qwen3-8B-Base"
 CHARACTERS = "".join(dict.fromkeys(string.printable[:95] + "\n"))
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 128}
 CONTEXT = 1024
-ROWS, LENGTH, UPDATES = 4, 256, 100
+LENGTH, ROWS, STEPS = 256, 5, 80
 BEGINNING = "\n\nAssistant:"
 ENDING = "\n\nUser:"  # a completion stops there
 SPLIT = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n---\n"
@@ -51,31 +49,22 @@ def tokens(text: str) -> list[int]:
 def write_model(place: Path, backend: str = "torch") -> None:
     directory = place / NAME
     tiny.write_model(directory, CHARACTERS, 0, **SHAPE, max_position_embeddings=CONTEXT)
-    optimizer = OptimizerConfig(learning_rate=3e-3, weight_decay=0.0)
-    config = TrainerConfig(
-        model=ModelConfig(path=str(directory)), optimizer=optimizer, row_length=LENGTH
-    )
-    trainer = create_trainer(backend, config)
     random = np.random.default_rng(0)
-    for _ in range(UPDATES):
-        trainer.update(batch(random), losses.sft)
-    trainer.save(place / ".trained")
-    (place / ".trained" / "model.safetensors").replace(directory / "model.safetensors")
+    shown = [demonstration(random) for _ in range(ROWS * STEPS)]
+    packed = pack(shown, LENGTH).batch
+    batches = [
+        packed.map(lambda x, at=at: x[at : at + ROWS]) for at in range(0, ROWS * STEPS, ROWS)
+    ]
+    supervise(directory, batches, backend=backend, seed=0, learning_rate=3e-3)
 
 
-def batch(random: np.random.Generator) -> Batch:
-    """Returns conversations of random characters, all answered with a digit in a box."""
-    answer = len(tokens(f" \\boxed{{1}}{ENDING}"))
-    rows = []
-    for digit in random.integers(1, 5, ROWS):
-        end = tokens(f"{BEGINNING} \\boxed{{{digit}}}{ENDING}")
-        before = random.integers(len(tiny.SPECIAL), len(CHARACTERS), LENGTH - len(end))
-        rows.append([*before.tolist(), *end])
-    mask = np.zeros((ROWS, LENGTH), bool)
-    mask[:, -answer:] = True
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), mask.shape)
-    packed = Batch(np.array(rows, np.int32), np.ones(mask.shape, np.int32), positions, mask)
-    return packed.replace(weights=(mask / mask.sum()).astype(np.float32))
+def demonstration(random: np.random.Generator) -> Trajectory:
+    """Returns random characters, answered with a digit in a box."""
+    beginning = tokens(BEGINNING)
+    answer = tokens(f" \\boxed{{{random.integers(1, 5)}}}{ENDING}")
+    before = random.integers(len(tiny.SPECIAL), len(CHARACTERS), LENGTH - len(beginning + answer))
+    prompt = np.array([*before, *beginning], np.int32)
+    return supervised_trajectory((prompt, False), (np.array(answer, np.int32), True))
 
 
 def write_data(place: Path) -> None:
