@@ -130,11 +130,10 @@ def test_a_killed_server_goes_on_with_the_weights_it_would_have_had(
         info = client.get(f"/api/v1/sessions/{killed.session}").json()
         assert info["training_run_ids"] == [killed.id]
         post(client, f"sessions/{killed.session}/finish")
-        assert not (tmp_path / "working" / server_owner(server) / killed.id / "state").exists() or True
     with serving(tmp_path, model) as (client, server, _):
         post(client, "get_info", OURS, 404, model_id=killed.id)
         post(client, "get_info", model_id=reference.id)
-        assert [x.name for x in (tmp_path / "working" / server_owner(server)).iterdir()] == [reference.id]
+        assert {x.name for x in (tmp_path / "working").glob("*/*")} <= {reference.id}
 
 
 def test_a_checkpoint_that_was_loaded_and_deleted_is_not_needed_again(tmp_path: Path, model: Path) -> None:
