@@ -38,12 +38,13 @@ for step in range(steps):
         sampler = sampler.result() if hasattr(sampler, "result") else sampler
         params = types.SamplingParams(max_tokens=6, seed=step, stop=[])
         data = []
+        # Their log-probabilities depend in the last bits on which other adapters are in the engine; these tokens do not.
         for one in sampler.sample(types.ModelInput.from_ints(prompt), 2, params).result().sequences:
-            tokens, given = list(one.tokens), len(prompt) - 1
-            logprobs = [0.0] * given + list(one.logprobs)
-            rewards = [0.0] * given + [float(x % 2) for x in tokens]
-            data.append(datum(prompt + tokens, logprobs=logprobs, advantages=rewards))
-        seen.append(train(data, "importance_sampling"))
+            tokens = list(one.tokens)
+            rewards = [0.0] * (len(prompt) - 1) + [float(x % 2) for x in tokens]
+            data.append(datum(prompt + tokens, weights=rewards))
+            seen.append(tokens)
+        seen.append(train(data, "cross_entropy"))
     if step % 10 == 9:
         client.save_state("now", overwrite=True).result()
     print(f"STEP {step}", flush=True)

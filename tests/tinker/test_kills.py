@@ -24,6 +24,7 @@ from tests.tinker.test_client import KEY, PYTHON, needs_client
 
 PROGRAM = Path(__file__).parent / "long_program.py"
 KILLS = int(os.environ.get("KILLS", "2"))
+SEED = int(os.environ.get("KILLS_SEED", "0"))  # of their moments
 STEPS = 8 + 6 * KILLS
 PAUSE_SECONDS = 0.3  # at most, from a step of the client's, or a start of the server, to the kill after it
 AT_START = 0.3  # of the kills, while the server still repeats what was lost
@@ -93,7 +94,7 @@ def run(place: Path, backend: str, kills: int) -> tuple[dict[str, Any], dict[str
 
     reader = threading.Thread(target=read)
     reader.start()
-    random = np.random.default_rng(kills)
+    random = np.random.default_rng(SEED)
     done = 0
     try:
         while client.poll() is None:
@@ -122,6 +123,7 @@ def test_a_client_of_a_server_that_is_killed_ends_with_the_same_weights(tmp_path
     pytest.importorskip(f"areal_x_{backend}")
     expected, weights = run(tmp_path / "whole", backend, 0)
     found, others = run(tmp_path / "killed", backend, KILLS)
-    assert found == expected  # every loss and gradient norm
+    pairs = enumerate(zip(expected["seen"], found["seen"], strict=True))
+    assert [(number, x, y) for number, (x, y) in pairs if x != y] == []  # every loss and gradient norm
     assert weights.keys() == others.keys()
     assert all((others[name] == x).all() for name, x in weights.items())  # bit for bit
