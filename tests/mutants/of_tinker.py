@@ -178,11 +178,6 @@ MUTANTS: list[Mutant] = [
             "line.repeat(row.number, None)",
         ),
         (
-            "Tinker: a model's state of before a kill is taken for its first",
-            "if inner != snapshot:",
-            'if inner != snapshot and inner.name != "state":',
-        ),
-        (
             "Tinker: numbers of a sampler's clients begin anew after a restart",
             "account.joins[id] = joined",
             "account.joins[id] = 0",
