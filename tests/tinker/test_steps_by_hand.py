@@ -90,7 +90,13 @@ def test_two_steps_of_a_loss_are_those_by_hand(host: TrainerHost, tmp_path: Path
         np.testing.assert_allclose(x, hand.trained[name].detach().numpy(), atol=1e-5, err_msg=name)
 
 
-def test_gradients_of_several_requests_and_losses_add_up(host: TrainerHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [False, True])
+def test_gradients_of_several_requests_and_losses_add_up(
+    host: TrainerHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: bool
+) -> None:
+    if turns:  # one at a time in a trainer, as with backends without a bank
+        monkeypatch.setattr(host, "_has_bank", False)
+        monkeypatch.setattr(host, "_bank", None)
     one, other = (Model(name, Shape(4), tmp_path / name, seed=1) for name in "ab")
     some = datums()
     for loss in ("cross_entropy", "ppo"):

@@ -55,9 +55,9 @@ def test_the_chunks_of_a_prefill_do_not_matter(sampler: Sampler, monkeypatch, ch
 def test_a_prompt_that_several_have_is_read_once_in_a_lane(sampler: Sampler, monkeypatch) -> None:
     read: list[int] = []
 
-    def reading(model: Any, cache: Any, first: int, requests: Any) -> list[int]:
+    def reading(model: Any, cache: Any, first: int, requests: Any, *more: Any) -> list[int]:
         read.extend(len(request.tokens) - 1 for request in requests)
-        return prefill.prefill(model, cache, first, requests)
+        return prefill.prefill(model, cache, first, requests, *more)
 
     monkeypatch.setattr(sampling, "prefill", reading)
     sampler.lanes[0].fill([slot_request(slot, prompt, 4) for slot, prompt in enumerate((33, 20, 33, 33, 20))])
