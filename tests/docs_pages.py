@@ -30,6 +30,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+)\.py\b.*\n")
 NOT_RUN = {  # a line that only this block has, and the reason
     "service = tinker.ServiceClient()": "needs a served model: tests/tinker/test_client.py runs a program of the client",
+    "path = client.save_weights_external(": "needs a served model: tests/tinker/test_downloads.py runs a program of the client",
     "with session() as episode:": "needs a served run: tests/test_serve.py and tests/agents/test_online.py run these lines",
     "fork_run(": "needs a run with a checkpoint: tests/run/test_forking.py forks some",
     "token_gradients(algorithm": "needs a turn of a run: colab/loss.ipynb and colab/trajectories.ipynb run these lines",

@@ -44,6 +44,12 @@ BROUGHT = {
     "torch": "areal-x-torch",
     "openai": "verifiers",
     "verifiers": "its own command, in docs/tools.md",
+    "inspect_ai": "its own environment, in docs/tools.md",
+    "minisweagent": "its own environment, in docs/agents.md",
+    "openenv": "its own command, in docs/tools.md",
+    "daytona": "its own command, in docs/sandbox.md",
+    "e2b": "its own command, in docs/sandbox.md",
+    "cryptography": "its own command, in docs/tinker.md",
     "vllm_ascend": "the release of vLLM that it is made for, in docs/ascend.md",
     "sglang": "its own environment, in docs/sglang.md",
 }
