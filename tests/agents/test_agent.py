@@ -335,7 +335,7 @@ def test_nothing_that_a_program_started_outlives_its_episode(tmp_path, tokenizer
     say("1")
     {ends}
     """
-    limits = SessionLimits(idle_seconds=1)  # after its call, however long its start takes
+    limits = SessionLimits(idle_seconds=5 if ends else 600)  # its start counts too
     outcome = of_process(tmp_path, tokenizer, code, reward=length, limits=limits).outcome
     assert type(outcome) is (TimedOut if ends else Scored)
     for pid in map(int, pids.read_text().split()):
