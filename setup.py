@@ -10,7 +10,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 EXAMPLES = Path("examples")
-SUFFIXES = (".py", ".gin", ".mjs", ".json", ".txt")
+SUFFIXES = (".py", ".gin", ".mjs", ".json", ".txt", ".yaml")
 
 
 class WithExamples(build_py):

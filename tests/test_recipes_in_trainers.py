@@ -13,6 +13,7 @@ import pytest
 from areal_x.algorithms import corrections, recipes
 from areal_x.algorithms.algorithm import PROXIMAL, Algorithm
 from areal_x.batching.batch import Models, make_batches
+from areal_x.batching.teachers import Reader
 from areal_x.errors import ConfigError
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
@@ -25,6 +26,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "dapo": {"max_tokens": 6, "overlong_buffer": 3},
     "grpo": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
     "distill": {"beta": 0.5},
+    "self_distill": {"context": lambda task: f"{task.id}?"},
+    "multi_distill": {"weights": {"one": 0.25, "other": 0.75}},
 }
 FUNCTIONS = {name: f for name, f in vars(recipes).items() if inspect.isfunction(f) and name != "assemble"}
 NAMES = [name for name, f in FUNCTIONS.items() if "parts" in inspect.signature(f).parameters]
@@ -81,7 +84,14 @@ def step(algorithm: Algorithm, trainer_of: Any, rows: int) -> list[dict[str, flo
     policy = trainer_of("student" if student else algorithm.head, rows)
     reference = trainer_of("reference", rows) if algorithm.needs & {"reference", "teacher"} or algorithm.reward_kl else None
     critic = trainer_of("value", rows) if "values" in algorithm.needs else None
-    (batch,) = make_batches(groups(algorithm.pairs), algorithm, 16, Models(policy, reference, critic), version=5)
+    models = Models(
+        policy,
+        reference,
+        critic,
+        teachers={name: trainer_of("reference", rows) for name in ("one", "other")} if "teachers" in algorithm.needs else {},
+        reader=Reader(None, lambda prompt: np.array([3, 7], np.int32)),
+    )
+    (batch,) = make_batches(groups(algorithm.pairs), algorithm, 16, models, version=5)
     assert batch.shape[0] > 3
     said = [policy.update(batch, algorithm.step_loss())]
     if critic is not None:

@@ -181,7 +181,10 @@ def create_screen(
     longest: None for the context minus the workflow's sampling.max_tokens, but at least half the
     context. binding: the setting that `context` comes from.
     """
-    if not counts_own_prompts(type(workflow)):
+    innermost = workflow  # a wrapper's episodes begin with the prompts of what it wraps
+    while (inner := innermost.wrapped()) is not None:
+        innermost = inner
+    if not counts_own_prompts(type(innermost)):
         return None
     sampling = workflow.sampling_params()
     answer = 0 if sampling is None else min(sampling.max_tokens, context // 2)

@@ -188,7 +188,10 @@ def test_numbers_that_cannot_work_are_refused_when_the_recipe_is_made(make, says
     "make, says",
     [
         (lambda: recipes.grpo(loss=partial(losses.kl_penalty, coefficient=0.1)), r"grpo\.loss = 'kl_penalty' .*reference_logp"),
-        (lambda: recipes.sft(loss=losses.sampled_reverse_kl), r"sft\.loss = 'sampled_reverse_kl' .*'reference', 'teacher', 'teachers' or 'self'"),
+        (
+            lambda: recipes.sft(loss=losses.sampled_reverse_kl),
+            r"sft\.loss = 'sampled_reverse_kl' .*'reference', 'teacher', 'teachers' or 'self'",
+        ),
         (lambda: recipes.grpo(loss=partial(losses.entropy_bonus, coefficient=0.1)), r"entropy, .* needs \(by 'entropy'\)"),
         (lambda: recipes.sft(loss=losses.ppo_clip), r"sft\.loss = 'ppo_clip' .*does not read advantages"),
         (lambda: recipes.grpo(loss=losses.value_clip), r"grpo\.loss = 'value_clip' .*needs \(by 'values'\)"),

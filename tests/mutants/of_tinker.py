@@ -128,8 +128,8 @@ MUTANTS: list[Mutant] = [
         SERVER,
         (
             "Tinker: a request that is sent again runs again",
-            "request, new = self.futures.add(id, kind)\n        if not new:\n            return",
-            "request, new = self.futures.add(id, kind)",
+            "request, new = self.futures.add(id, kind)\n        if not new:\n            return False",
+            "request, new = self.futures.add(id, kind)\n        if False:\n            return False",
         ),
         (
             "Tinker: a model's requests run in the order of arrival",
@@ -156,7 +156,7 @@ MUTANTS: list[Mutant] = [
         SERVER,
         (
             "Tinker: a swap does not wait for running requests, nor is there one",
-            "elif source.name == self._loaded:",
+            "elif key == self._loaded:",
             "elif self._loaded is not None:",
         ),
     ),

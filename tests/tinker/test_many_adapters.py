@@ -230,9 +230,9 @@ def test_adapters_and_versions_of_them_are_sampled_together(host: TrainerHost, t
         samplers = Samplers(host, thread, load_tokenizer(host.base), 8)
         tokens = list(range(2, 10))
         try:
-            found = await asyncio.gather(*(samplers.sample(x, sample_request(tokens)) for x in sources))
+            found = await asyncio.gather(*(samplers.sample(x, sample_request(tokens), 0) for x in sources))
             assert samplers._swaps == 1  # the base, once
-            again = await samplers.sample(sources[2], sample_request(tokens))
+            again = await samplers.sample(sources[2], sample_request(tokens), 0)
         finally:
             await samplers.close()
             thread.close()
