@@ -58,6 +58,7 @@ browser: $(VENV)/test.stamp $(BROWSER)/browser.stamp  ## the pages of areal-x la
 
 clients: $(VENV)/test.stamp $(CLIENTS)/npm.stamp $(CLIENT_ENVIRONMENTS)  ## the gateway before real agents and frameworks, and the table of docs/agents.md
 	AREAL_X_CLIENTS=$(CLIENTS) $(BIN)/python benchmarks/clients.py
+
 benchmarks: $(BENCHMARKS)/benchmarks.stamp  ## the tests with real packages of benchmarks, SDKs of containers and mini-swe-agent, in environments of their own
 	PATH=$(abspath $(BENCHMARKS)/bin):$$PATH INSPECT_PYTHON=$(INSPECT)/bin/python $(BENCHMARKS)/bin/python -m pytest \
 		tests/agents/test_verifiers_tasksets.py tests/agents/test_openenv.py tests/agents/test_inspect_tasks.py \
@@ -160,4 +161,4 @@ $(CLIENTS)/%/stamp: requirements/clients/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) $(BROWSER) $(CLIENTS) build dist site *.egg-info backends/*/*.egg-info
+	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) $(BROWSER) $(CLIENTS) $(BENCHMARKS) $(INSPECT) $(MINI) build dist site *.egg-info backends/*/*.egg-info

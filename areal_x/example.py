@@ -23,7 +23,7 @@ from areal_x.runtime.command import command_of, in_this_form
 USES = re.compile(
     r"^\s*(?:from|import) examples\.(\w+)|^include ['\"]examples/(\w+)/", re.MULTILINE
 )
-SUFFIXES = (".py", ".gin", ".mjs", ".json", ".txt")
+SUFFIXES = (".py", ".gin", ".mjs", ".json", ".txt", ".yaml")
 LEFT_OUT = ("package-lock.json",)
 IN_PYTHON = "task"  # the module of an example that is run without a gin file
 # setup.py puts the folder into built packages under this name; a checkout has it beside the package.

@@ -24,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_x.algorithms.algorithm import SCORERS, Algorithm
+from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import grpo
+from areal_x.algorithms.validation import SCORERS
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early
 from areal_x.engines.fleet.config import program_of, widths_in

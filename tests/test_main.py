@@ -105,6 +105,11 @@ def test_every_example_of_the_documentation_can_be_copied(tmp_path: Path) -> Non
     assert (tmp_path / "examples/letters/task.py").is_file()
 
 
+def test_an_example_brings_the_settings_of_the_program_that_it_runs(tmp_path: Path) -> None:
+    example.copy_example("swe", tmp_path)
+    assert (tmp_path / "examples" / "swe" / "tiny.yaml").is_file()
+
+
 def test_the_files_of_an_example_can_be_read_where_they_were_copy_example(tmp_path: Path) -> None:
     example.copy_example("self_play", tmp_path)
     code = (

@@ -15,7 +15,7 @@ from areal_x.algorithms import proximal
 from areal_x.algorithms.arrays import lift, masked, stop_gradient
 from areal_x.algorithms.losses import summands
 from areal_x.algorithms.parts import RecipeCall, parameter_names, unwrapped
-from areal_x.algorithms.validation import host_only, validate_parts
+from areal_x.algorithms.validation import SCORERS, host_only, validate_parts
 from areal_x.errors import ConfigError, at_least, function_name, one_of
 from areal_x.types import (
     Array,
@@ -39,8 +39,6 @@ TeacherWeights = Callable[[Task], Mapping[str, float]]
 
 PROXIMAL = ("behavior", "recompute", "interpolate")
 TRUNCATED = ("train", "mask", "bootstrap")
-# Whose log-probabilities a batch has in the reference's place.
-SCORERS = frozenset({"reference", "teacher", "teachers", "self"})
 NEEDS = ("entropy", *sorted(SCORERS), "teacher_logits", "values", "greedy")
 
 

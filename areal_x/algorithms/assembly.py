@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from areal_x.algorithms import losses
-from areal_x.algorithms.algorithm import SCORERS, Algorithm
+from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import ESTIMATORS
+from areal_x.algorithms.validation import SCORERS
 from areal_x.errors import ConfigError, at_least, nearest, one_of
 from areal_x.types import Loss
 

@@ -16,7 +16,9 @@ from areal_x.types import Batch, Episode, Group, Loss, Policy, Scored, Task
 if TYPE_CHECKING:
     from areal_x.algorithms.algorithm import Algorithm, Correction
 
-TEACHERS = frozenset({"teacher", "teachers", "self", "teacher_logits"})
+# Whose log-probabilities a batch has in the reference's place.
+SCORERS = frozenset({"reference", "teacher", "teachers", "self"})
+TEACHERS = SCORERS - {"reference"} | {"teacher_logits"}
 ROUNDING = 1e-9  # an advantage of at most this size is rounding error
 
 # array that a loss may read → the settings that provide it
@@ -131,8 +133,7 @@ def missing_inputs(algorithm: Algorithm) -> list[str]:
     """Names of the arrays in PROVIDED_BY that the algorithm's loss does not get."""
     needs = algorithm.needs
     provided = {
-        "reference_logp": needs & {"reference", "teacher", "teachers", "self"}
-        or algorithm.reward_kl > 0,
+        "reference_logp": needs & SCORERS or algorithm.reward_kl > 0,
         "entropy": "entropy" in needs,
         "divergence": "teacher_logits" in needs,
         "returns": "values" in needs,

@@ -6,7 +6,7 @@ some of the answers: on the host, around any `Scorer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from areal_x.algorithms.teaching import shares
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import UserError, function_name
 from areal_x.protocols.trainer import Scorer
-from areal_x.types import NOT_THE_POLICY, Episode, Group, Kept, Trajectory
+from areal_x.types import NOT_THE_POLICY, Episode, Group, Kept, Task, Trajectory
 
 ONE = ""  # the name of a teacher that has no others beside it
 
@@ -60,7 +60,7 @@ def teacher_logprobs(
             for t, begin, source in zip(trajectories, begins, sources, strict=True)
         ]
         check_lengths(read, sources, row_length=packed.batch.shape[1])
-    weights = [weights_of(algorithm, group, teachers) for group, _ in sources]
+    weights = [weights_of(algorithm, group.task, teachers.keys()) for group, _ in sources]
     shared = packed.batch.parents is not None
     total = [np.zeros(len(t), np.float64) for t in trajectories]
     for name, teacher in teachers.items():
@@ -79,18 +79,16 @@ def teacher_logprobs(
     return packed.spread_tokens([x.astype(np.float32) for x in total])
 
 
-def weights_of(
-    algorithm: Algorithm, group: Group, teachers: Mapping[str, Scorer]
-) -> dict[str, float]:
-    """Returns the share of each teacher in what the group's answers are taught. Raises: UserError for
-    one that is not there."""
+def weights_of(algorithm: Algorithm, task: Task, names: Collection[str]) -> dict[str, float]:
+    """Returns the share of each teacher in what a task's answers are taught. names: of all teachers.
+    Raises: UserError for one that is not there."""
     if algorithm.teacher_weights is None:
         return {ONE: 1.0}
-    weights = shares(algorithm.teacher_weights(group.task), group.task)
-    if unknown := sorted(weights.keys() - teachers.keys()):
+    weights = shares(algorithm.teacher_weights(task), task)
+    if unknown := sorted(weights.keys() - set(names)):
         raise UserError(
-            f"task {group.task.id!r} is to be taught by {unknown[0]!r}, which train.teachers has not:"
-            f" it has {', '.join(map(repr, teachers))}"
+            f"task {task.id!r} is to be taught by {unknown[0]!r}, which train.teachers has not:"
+            f" it has {', '.join(map(repr, names))}"
         )
     return weights
 

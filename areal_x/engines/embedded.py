@@ -280,12 +280,10 @@ class EmbeddedEngine(Engine):
     async def put_adapter(self, name: str, adapter: Any) -> None:
         """Adds an adapter for requests (`AdapterBank.adapter`); with None forgets one, which no request
         has. The sampler is an `AdaptedSampler`."""
-        future = self._queue(AdapterChange(name, adapter))
-        await future
+        await self._queue(AdapterChange(name, adapter))
 
     async def swap(self, staged: StagedSnapshot) -> float:
-        future = self._queue(staged)
-        return await future
+        return await self._queue(staged)
 
     def _queue(self, staged: StagedSnapshot | AdapterChange) -> asyncio.Future[float]:
         """Lets the worker load this next. Returns the seconds that it took."""

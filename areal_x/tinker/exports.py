@@ -12,7 +12,9 @@ import hashlib
 import hmac
 import io
 import json
+import secrets
 import tarfile
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -127,9 +129,6 @@ def encrypt_files(directory: Path, recipients: Sequence[bytes]) -> None:
 
 def encrypt(given: io.BufferedIOBase, out: io.BufferedIOBase, recipients: Sequence[bytes]) -> None:
     """Encrypts to X25519 recipients: a file key wrapped for each, then chunks of 64 KiB."""
-    import secrets
-    from base64 import b64encode
-
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305

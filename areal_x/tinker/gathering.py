@@ -86,7 +86,8 @@ class Gathering:
                 self._last = frozenset(work.model for work, _ in portions), self._last[0]
                 for own in chosen:
                     if own.work.done:
-                        self._waiting.remove(own) if own in self._waiting else None
+                        if own in self._waiting:
+                            self._waiting.remove(own)
                         if not own.done.done():
                             own.done.set_result(None)
                 # The clients' next requests come before the next pass begins.

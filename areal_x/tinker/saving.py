@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from areal_x.errors import UserError
@@ -40,8 +41,7 @@ def _save(
             user_metadata=body.user_metadata,
             request=f"{body.model_id}:{body.seq_id}",
         )
-        write = lambda directory: write_state(model, directory)  # noqa: E731
-        account.checkpoints.save(ref, about, write, body.overwrite)
+        account.checkpoints.save(ref, about, partial(write_state, model), body.overwrite)
 
     async def work() -> results.Result:
         await account.run(trained, save)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -164,7 +163,6 @@ async def download(account: Account, request: Request) -> Response:
         raise UserError("the address has expired: ask for a new one")
     found(lambda: account.checkpoints.get(ref))
     directory = account.checkpoints.place(ref) / "state"
-    content: Iterator[bytes]
     if name == exports.ARCHIVE:
         return StreamingResponse(exports.archive(directory), 200, HEADERS, "application/x-tar")
     files = {x.relative_to(directory).as_posix(): x for x in exports.files_of(directory)}

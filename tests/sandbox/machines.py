@@ -14,7 +14,7 @@ from areal_x.sandbox.containers.choice import containers_of
 from areal_x.sandbox.containers.command_line import run_words, works
 from areal_x.sandbox.containers.container import Container, ContainerError
 from areal_x.sandbox.containers.limits import ContainerLimits
-from areal_x.sandbox.containers.remote import RemoteContainer, made_home
+from areal_x.sandbox.containers.remote import made
 
 KINDS = ("local", "here", "podman", "docker")
 IMAGE = "localhost/areal-x-test"  # has sh, tar, git and coreutils or Busybox
@@ -51,8 +51,7 @@ async def started(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if kind == "here":
         monkeypatch.setattr(remote, "HOME", str(tmp_path / "home"))
         monkeypatch.setattr(remote, "ARCHIVE", str(tmp_path / "home.tar"))
-        await made_home(machine := HereMachine())
-        yield RemoteContainer(machine, seconds=20.0, output_characters=2000, copy_mb=2.0)
+        yield await made(HereMachine(), LIMITS)
         return
     limits = LIMITS
     if kind != "local":

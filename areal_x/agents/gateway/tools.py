@@ -10,9 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
-
-from areal_x.agents.gateway.exchange import Lenient
+from areal_x.agents.gateway.exchange import Lenient, ToolName
 from areal_x.agents.json_checks import json_bounds
 
 INPUT = "input"
@@ -62,7 +60,7 @@ class CustomCall(Lenient):
 
 
 class CustomDefinition(Lenient):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    name: ToolName
     description: str | None = None
     format: TextFormat | None = None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox.containers.container import Container, ContainerError
 from areal_x.sandbox.containers.limits import ContainerLimits
-from areal_x.sandbox.containers.remote import RemoteContainer, made_home
+from areal_x.sandbox.containers.remote import made
 
 LABEL = "areal-x"
 # As the first process: reaps what others leave behind, survives `kill -1`, and ends in time.
@@ -71,13 +71,7 @@ class CommandLineContainers:
         with waiting(whose(), "its container to start", image or self._image):
             printed = await run_words(words, limits.start_seconds, AT_ONCE)
             machine = CommandLineMachine(self._program, printed.decode().split()[-1])
-            await made_home(machine)
-        return RemoteContainer(
-            machine,
-            seconds=limits.seconds,
-            output_characters=limits.output_characters,
-            copy_mb=limits.copy_mb,
-        )
+            return await made(machine, limits)
 
     async def close(self) -> None:
         """Does nothing: each container is removed by its owner, or ends by itself."""

@@ -15,7 +15,7 @@ from areal_x.errors import UserError
 from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox.containers.container import Container, ContainerError
 from areal_x.sandbox.containers.limits import ContainerLimits
-from areal_x.sandbox.containers.remote import RemoteContainer, made_home
+from areal_x.sandbox.containers.remote import made
 
 COPY_SECONDS = 600
 GIBIBYTE = 1 << 30
@@ -70,13 +70,7 @@ class DaytonaContainers:
             except self._sdk.DaytonaError as error:
                 raise ContainerError(f"Daytona: {error}") from error
             machine = DaytonaMachine(self._sdk, sandbox)
-            await made_home(machine)
-        return RemoteContainer(
-            machine,
-            seconds=limits.seconds,
-            output_characters=limits.output_characters,
-            copy_mb=limits.copy_mb,
-        )
+            return await made(machine, limits)
 
     async def close(self) -> None:
         """Ends the client's connections."""

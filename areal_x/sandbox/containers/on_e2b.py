@@ -17,7 +17,7 @@ from areal_x.errors import UserError
 from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox.containers.container import Container, ContainerError
 from areal_x.sandbox.containers.limits import ContainerLimits
-from areal_x.sandbox.containers.remote import RemoteContainer, made_home
+from areal_x.sandbox.containers.remote import made
 
 KEY = "E2B_API_KEY"
 COPY_SECONDS = 600.0
@@ -53,13 +53,7 @@ class E2BContainers:
             except errors(self._sdk) as error:
                 raise ContainerError(f"E2B: {error}") from error
             machine = E2BMachine(self._sdk, sandbox)
-            await made_home(machine)
-        return RemoteContainer(
-            machine,
-            seconds=limits.seconds,
-            output_characters=limits.output_characters,
-            copy_mb=limits.copy_mb,
-        )
+            return await made(machine, limits)
 
     async def close(self) -> None:
         """Does nothing: each container is removed by its owner, or ends by itself."""

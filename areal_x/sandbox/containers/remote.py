@@ -19,6 +19,7 @@ from typing import Protocol
 
 from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox.containers.container import ContainerError
+from areal_x.sandbox.containers.limits import ContainerLimits
 from areal_x.sandbox.folder import CommandResult
 
 HOME = "/tmp/areal_x"  # of each container: where relative paths begin
@@ -128,8 +129,8 @@ class RemoteContainer:
                 await self._machine.remove()
 
 
-async def made_home(machine: Machine) -> None:
-    """Makes the folder of a container that has just started. Raises: ContainerError if its image
+async def made(machine: Machine, limits: ContainerLimits) -> RemoteContainer:
+    """Returns a container that has just started, with its folder. Raises: ContainerError if its image
     lacks what commands need."""
     check = 'mkdir -p "$1" && command -v setsid timeout tar head tail mktemp wc env >/dev/null && echo ok'
     printed = await machine.execute(["sh", "-c", check, "sh", HOME], GRACE_SECONDS, 1000)
@@ -139,6 +140,12 @@ async def made_home(machine: Machine) -> None:
             "the image of a container needs sh, tar, coreutils and setsid, or Busybox: "
             + printed.decode(errors="replace")[-200:]
         )
+    return RemoteContainer(
+        machine,
+        seconds=limits.seconds,
+        output_characters=limits.output_characters,
+        copy_mb=limits.copy_mb,
+    )
 
 
 def read_result(printed: bytes, half: int, allowed: float, took: float) -> CommandResult:
