@@ -34,7 +34,9 @@ from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.rollout.episode import episode_of
 from areal_x.runtime import timeline
+from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.runtime.waits import waiting, whose
+from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN
 from areal_x.types import Episode, Failed, Message, Scored, Task, Trajectory
 from areal_x.workflows.single_turn import encode, text_of, with_end
 from areal_x.workflows.wrapper import Wrapper
@@ -146,7 +148,7 @@ class LLMJudge(Wrapper):
         if groups < 1:
             wanted = "a regular expression with a group, the score"
             raise ConfigError("llm_judge.pattern", self.pattern, wanted)
-        if not PLACES.search(self.rubric):
+        if not {"response", "transcript"}.intersection(PLACES.findall(self.rubric)):
             wanted = "a text with {response} or {transcript}, which the judge is to score"
             raise ConfigError("llm_judge.rubric", self.rubric, wanted)
         if self.url != ENGINE and urlsplit(self.url).scheme not in ("http", "https"):
@@ -163,7 +165,10 @@ class LLMJudge(Wrapper):
         episode = episode_of(await self.workflow.run(task, engine))
         if not isinstance(episode.outcome, Scored) or not episode.trajectories:
             return episode
-        question = question_of(self.rubric, task, episode.trajectories[-1], self.tokenizer)
+        last = episode.trajectories[-1]
+        question = await inline_or_in_pool(
+            len(last) * CHARACTERS_PER_TOKEN, question_of, self.rubric, task, last, self.tokenizer
+        )
         try:
             with timeline.span("reward", task=task.id, of=whose()):
                 judged = await self.judge.score(question, engine, self.tokenizer)
@@ -291,7 +296,8 @@ class Judge:
         sampling = SamplingParams(
             max_tokens=self._config.max_tokens, temperature=self._config.temperature
         )
-        request = Request(encode(tokenizer, prompt), with_end(sampling, tokenizer))
+        tokens = await inline_or_in_pool(len(question), encode, tokenizer, prompt)
+        request = Request(tokens, with_end(sampling, tokenizer))
         try:
             async with asyncio.timeout(self._config.timeout_seconds):
                 completion = await engine.generate(request)

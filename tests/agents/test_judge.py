@@ -218,6 +218,7 @@ def text_trajectory(tokenizer: Any, texts: list[tuple[str, bool]]) -> Trajectory
         ({"pattern": "score"}, "with a group, the score"),
         ({"pattern": "("}, r"llm_judge\.pattern"),
         ({"rubric": "Is it good?"}, "{response}"),
+        ({"rubric": "Is {prompt} answered by {answer}?"}, "{response}"),
         ({"highest": 0.0}, r"above llm_judge\.lowest = 0"),
         ({"share": 1.5}, r"llm_judge\.share"),
         ({"attempts": 0}, r"llm_judge\.attempts"),
