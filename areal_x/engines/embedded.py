@@ -280,10 +280,12 @@ class EmbeddedEngine(Engine):
     async def put_adapter(self, name: str, adapter: Any) -> None:
         """Adds an adapter for requests (`AdapterBank.adapter`); with None forgets one, which no request
         has. The sampler is an `AdaptedSampler`."""
-        await self._queue(AdapterChange(name, adapter))
+        future = self._queue(AdapterChange(name, adapter))
+        await future
 
     async def swap(self, staged: StagedSnapshot) -> float:
-        return await self._queue(staged)
+        future = self._queue(staged)
+        return await future
 
     def _queue(self, staged: StagedSnapshot | AdapterChange) -> asyncio.Future[float]:
         """Lets the worker load this next. Returns the seconds that it took."""
