@@ -42,7 +42,7 @@ def inspect_tasks(
     arguments: Mapping[str, Any] | None = None,
     size: int | None = None,
     scorer: str | None = None,
-    python: str = sys.executable,
+    python: str | None = None,
     variables: tuple[str, ...] = (),
 ) -> list[Task]:
     """Returns a task for each sample of an inspect-ai task, for `agent.solve = @inspect_agent`.
@@ -54,13 +54,14 @@ def inspect_tasks(
         size: Number of samples, from the first; by default all.
         scorer: Name of the score that is the reward; by default the first. Of a score with several
             values, the mean.
-        python: The Python that has inspect-ai and the task.
+        python: The Python that has inspect-ai and the task; by default this one.
         variables: Names of the run's environment variables that the task needs, such as a token.
 
     Raises: UserError if inspect-ai is missing there or the task cannot be loaded.
     """
     if size is not None:
         at_least("inspect_tasks.size", size, 1)
+    python = python or sys.executable
     about = {
         "task": task,
         "arguments": dict(arguments or {}),
