@@ -121,7 +121,12 @@ def cases() -> dict[str, Case]:
         "weighting.group_mean": of(weighting.group_mean, MASK, IDS, groups_of_segments),
         "advantages.group_relative": of(advantages.group_relative, rewards, groups),
         "advantages.leave_one_out": of(advantages.leave_one_out, rewards, groups),
+        "advantages.mean_normalized": of(advantages.mean_normalized, np.abs(rewards), groups),
         "advantages.gae": of(advantages.gae, BATCH["advantages"], POLICY["values"], MASK, gamma=0.99, lam=0.95),
+        "advantages.turn_gae": of(advantages.turn_gae, BATCH["advantages"], POLICY["values"], MASK, gamma=0.99, lam=0.95),
+        "advantages.bootstrapped": of(
+            advantages.bootstrapped, BATCH["advantages"], POLICY["values"], MASK, RNG.random(ROWS) < 0.5, gamma=0.99
+        ),
         "advantages.returns_to_go": of(advantages.returns_to_go, BATCH["advantages"], MASK, gamma=0.99),
         "advantages.whiten": of(advantages.whiten, BATCH["advantages"], MASK),
         "advantages.length_weighted_baseline": of(advantages.length_weighted_baseline, rewards, lengths, groups),
@@ -133,9 +138,11 @@ def cases() -> dict[str, Case]:
 
 
 def public(module: Any) -> dict[str, Callable[..., Any]]:
-    """The functions that a module defines itself, except `losses.summands`, which takes no arrays."""
+    """The functions that a module defines itself, except those of numpy arrays only, composed of the others, and
+    `losses.summands`, which takes no arrays."""
     functions = inspect.getmembers(module, inspect.isfunction)
-    return {n: f for n, f in functions if n[0] != "_" and n != "summands" and inspect.unwrap(f).__module__ == module.__name__}
+    own = {n: f for n, f in functions if n[0] != "_" and inspect.unwrap(f).__module__ == module.__name__}
+    return {n: f for n, f in own.items() if n != "summands" and "np.ndarray" not in str(inspect.signature(f).return_annotation)}
 
 
 def evaluate(case: Case, framework: str, dtype: type, compiled: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:

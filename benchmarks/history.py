@@ -59,7 +59,7 @@ SCRIPTS: dict[str, Sequence[str]] = {
         "train.backend = 'torch'",
     ),
     "updates": ("benchmarks/own_pass.py", "--rounds", "2", "--sequences", "4"),
-    "losses": ("benchmarks/algorithms.py",),
+    "losses": ("benchmarks/algorithms.py", "kl"),
 }
 
 
