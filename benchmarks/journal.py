@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gin
 
-from areal_x import experiment
+from areal_x import build
 from areal_x.config import Config
 from areal_x.run.journal import Journal
 from areal_x.train import parser_of, with_config
@@ -46,7 +46,7 @@ class Watched(Journal):
 
 
 def work(config: Config) -> None:
-    experiment.Journal = Watched  # type: ignore[misc]
+    build.Journal = Watched  # type: ignore[misc]
     run: Any = gin.get_configurable("train")()
     turns = run.turns(run.open(), message=lambda _: None)
     rows = [turn.metrics for turn in turns][2:]  # without the evaluation before the first step, and that step

@@ -45,7 +45,7 @@ SHAPE = {"hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 6,
 def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory() as made:
-        policy, draft = write_models(Path(made))
+        policy, draft = write_models(Path(made), args.scale)
         trainer = create_trainer(args.backend, TrainerConfig(model=ModelConfig(path=str(policy)), frozen=True))
         kinds = {
             "none": NOTHING,
@@ -69,14 +69,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="jax", choices=("jax", "torch"))
     parser.add_argument("--tokens", type=int, default=4, help="speculation.tokens")
+    parser.add_argument("--scale", type=int, default=1, help="of the width and the number of heads; 4: 166M")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 
-def write_models(directory: Path) -> tuple[Path, Path]:
+def write_models(directory: Path, scale: int) -> tuple[Path, Path]:
     """Returns the directories of the policy and of its first layers."""
-    policy = write_model(directory / "policy", num_hidden_layers=LAYERS, **SHAPE)
-    draft = write_model(directory / "draft", num_hidden_layers=OF_DRAFT, **SHAPE)
+    shape = {name: size if name == "head_dim" else size * scale for name, size in SHAPE.items()}
+    policy = write_model(directory / "policy", num_hidden_layers=LAYERS, **shape)
+    draft = write_model(directory / "draft", num_hidden_layers=OF_DRAFT, **shape)
     tensors = load_file(policy / "model.safetensors")
     for name, x in tensors.items():
         layer = int(name.split(".")[2]) if ".layers." in name else -1
