@@ -108,8 +108,10 @@ def trainable(call: Call) -> bool:
 def common_prefix(a: Int32[np.ndarray, " A"], b: Int32[np.ndarray, " B"]) -> int:
     """Returns the length of the common prefix."""
     most = min(len(a), len(b))
-    different = np.flatnonzero(a[:most] != b[:most])
-    return int(different[0]) if len(different) else most
+    equal = a[:most] == b[:most]
+    if not most or equal[first := int(equal.argmin())]:
+        return most
+    return first
 
 
 def _kind(trajectories: Sequence[MergedTrajectory], shared: Sequence[int], call: Call) -> Kind:

@@ -22,7 +22,7 @@ from areal_x.agents.chat.parsing import (
 )
 from areal_x.agents.json_checks import json_bounds
 from areal_x.errors import TaskError, UserError
-from areal_x.hf.chat_form import THINK, THOUGHT, chat_form, encode_piece
+from areal_x.hf.chat_form import THINK, THOUGHT, chat_form, encode_piece, encode_plain
 from areal_x.hf.endings import ends, structural_ends
 from areal_x.hf.image_reader import Urls, is_image, load_image_reader, read_each, reads_images
 from areal_x.runtime.thread import inline_or_in_pool
@@ -211,7 +211,7 @@ class TemplateRenderer:
         def plain(text: str) -> Int32[np.ndarray, " N"]:
             if not begins:
                 return encode_piece(self.tokenizer, text)
-            return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+            return encode_plain(self.tokenizer, text)
 
         if images is None:
             return plain(text)
