@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.cluster.gang import PerNode
+from areal_x.cluster.sent_batch import SentBatch, sendable, taken
 from areal_x.protocols.backends import Backend
-from areal_x.protocols.shares import Division, Purpose, Shares, SharingBackend, own_rows
+from areal_x.protocols.shares import Division, Purpose, Shares, SharingBackend
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch
 
@@ -21,7 +22,7 @@ from areal_x.types import Batch
 class Part:
     """The rows of some shares, and what their processes know of the whole batch."""
 
-    rows: Batch
+    rows: Batch | SentBatch
 
     whole: Any
 
@@ -51,14 +52,15 @@ class Dealer:
     def deal(self, batch: Batch, purpose: Purpose) -> tuple[PerNode, Division | None]:
         """Returns the batch as the processes read it, and its division; None if each reads all of
         it."""
+        sent = sendable(batch)
         if self._backend is None or not self._shares:
-            return PerNode(dict.fromkeys(self._nodes, batch)), None
+            return PerNode(dict.fromkeys(self._nodes, sent)), None
         division = self._backend.divide(self._config, batch, self._shares[0].count, purpose)
         of_node: dict[str, set[tuple[int, ...]]] = {}
         for node, shares in zip(self._nodes, self._shares, strict=True):
             of_node.setdefault(node, set()).add(shares.own)
         parts = {
-            own: Part(own_rows(batch, division.rows(own)), division.whole)
+            own: Part(taken(sent, division.rows(own)), division.whole)
             for own in {shares.own for shares in self._shares}
         }
         return PerNode(

@@ -279,10 +279,15 @@ class RayGang:
                 interrupts.raise_if_interrupted()
 
 
-def bytes_of(value: Any) -> int:
-    """Returns the bytes of all arrays in a value."""
+def bytes_of(value: Any, seen: set[int] | None = None) -> int:
+    """Returns the bytes of all arrays in a value, of one object once, as a message has it. seen: ids of
+    objects that are counted."""
+    seen = set() if seen is None else seen
     if isinstance(value, dict):
-        return sum(map(bytes_of, value.values()))
+        return sum(bytes_of(x, seen) for x in value.values())
     if is_dataclass(value):
-        return sum(bytes_of(getattr(value, field.name)) for field in fields(value))
-    return np.asarray(value).nbytes if hasattr(value, "dtype") else 0
+        return sum(bytes_of(getattr(value, field.name), seen) for field in fields(value))
+    if not hasattr(value, "dtype") or id(value) in seen:
+        return 0
+    seen.add(id(value))
+    return np.asarray(value).nbytes

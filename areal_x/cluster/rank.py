@@ -23,6 +23,7 @@ import gin
 import numpy as np
 
 from areal_x.cluster.dealing import Parts
+from areal_x.cluster.sent_batch import SentBatch, arrived
 from areal_x.hf.model_dir import exhaust
 from areal_x.hf.weight_copy import Turns, WeightCopy, write_shards
 from areal_x.protocols.backends import create_trainer, load_backend
@@ -164,27 +165,31 @@ class Rank:
 
     # ---- calls that all make
 
-    def update(self, name: str, batch: Batch | Parts) -> dict[str, float]:
+    def update(self, name: str, batch: Batch | SentBatch | Parts) -> dict[str, float]:
         trainer, loss = self._trainers[name], self._spec.losses[name]
-        if isinstance(batch, Batch):
-            return trainer.update(batch, loss)
+        if isinstance(batch, Batch | SentBatch):
+            return trainer.update(arrived(batch), loss)
         assert isinstance(trainer, SharingTrainer)
         part = batch[trainer.shares.own]
-        return trainer.update_share(part.rows, part.whole, loss)
+        return trainer.update_share(arrived(part.rows), part.whole, loss)
 
     def outputs(
-        self, name: str, method: str, speakers: Sequence[int], batch: Batch | Parts
+        self,
+        name: str,
+        method: str,
+        speakers: Sequence[int],
+        batch: Batch | SentBatch | Parts,
     ) -> np.ndarray | None:
         """Returns logprobs or values, of its own rows if it is given parts; None in processes that
         are no speakers, as others return the same."""
         trainer = self._trainers[name]
         found: np.ndarray
-        if isinstance(batch, Batch):
-            found = getattr(trainer, method)(batch)
+        if isinstance(batch, Batch | SentBatch):
+            found = getattr(trainer, method)(arrived(batch))
         else:
             assert isinstance(trainer, SharingTrainer)
             part = batch[trainer.shares.own]
-            found = trainer.outputs_share(method, part.rows, part.whole)
+            found = trainer.outputs_share(method, arrived(part.rows), part.whole)
         return found if self.rank in speakers else None
 
     def step_output(

@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import TaskError, UserError
+from areal_x.hf.image_cache import ReadOnce
 from areal_x.hf.image_format import (
     VISION_MODELS,
     ImageFormat,
@@ -48,7 +49,9 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 WANTED = (
     "train a vision-language model, Qwen2.5-VL, Qwen3-VL, Gemma 3 or 4, Mistral Small 3.1, Llama 4"
 )
-CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
+CACHED = (
+    16  # prompts whose images are kept though no episode has them, and models whose readers are
+)
 
 Urls = tuple[str, ...]
 
@@ -211,17 +214,21 @@ class ImageReader:
             )
 
 
-@lru_cache(maxsize=CACHED)
 def read_images(directory: str, urls: Urls) -> Images:
-    """The images as patches of the model of this directory. Raises: UnreadableImage; UserError as
-    `load_image_reader`."""
-    return load_image_reader(directory).read(urls)
+    """The images as patches of the model of this directory, one copy for all who ask. Raises:
+    UnreadableImage; UserError as `load_image_reader`."""
+    return _read_together(directory, urls)
 
 
-@lru_cache(maxsize=CACHED)
 def read_each(directory: str, urls: Urls) -> Images:
     """The images of a conversation, each read once however often it grows. Raises: as `read_images`."""
-    return joined([read_images(directory, (url,)) for url in urls])
+    return _read_apart(directory, urls)
+
+
+_read_together = ReadOnce(lambda directory, urls: load_image_reader(directory).read(urls), CACHED)
+_read_apart = ReadOnce(
+    lambda directory, urls: joined([read_images(directory, (url,)) for url in urls]), CACHED
+)
 
 
 def read_prompt_images(tokenizer: Any, prompt: str | Sequence[Message]) -> Images | None:

@@ -101,7 +101,8 @@ def _tokens(connection: sqlite3.Connection, ticket: int) -> tuple[Any, Any] | No
     try:
         head, at = head_of(connection, ticket)
         described = head["trajectories"]
-        for *_, images in described:  # their arrays are before the tokens
+        # Arrays of images are before the tokens; in older journals beside trajectories.
+        for images in (*head.get("images", ()), *(images for *_, images in described)):
             if isinstance(images, dict):
                 at += sum(size for size, *_ in images.values())
         _, stored = head["arrays"]["tokens"]

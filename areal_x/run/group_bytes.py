@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_x.runtime.distinct_images import DistinctImages, images_of
 from areal_x.types import (
     Episode,
     Failed,
@@ -68,13 +69,8 @@ def encode(group: Group) -> bytes:
         whole = Kept.joined(kept)
         return [has, [put(whole.counts), put(whole.ids)]]
 
-    # The first trajectory with each set of images: a group's attempts usually share theirs.
-    written_by: dict[int, int] = {}
-
-    def images_of(i: int, images: Images | None) -> dict[str, Any] | int | None:
-        if images is None or written_by.setdefault(id(images), i) != i:
-            return None if images is None else written_by[id(images)]
-        return {name: put(getattr(images, name)) for name in IMAGES}
+    distinct = DistinctImages()
+    shown = [None if t.images is None else distinct.add(t.images) for t in trajectories]
 
     def outcome_fields(outcome: Outcome) -> list[Any]:
         name, named = NAMES[type(outcome)]
@@ -82,9 +78,12 @@ def encode(group: Group) -> bytes:
 
     head = {
         "episodes": [[outcome_fields(e.outcome), len(e.trajectories)] for e in group.episodes],
+        "images": [
+            {name: put(getattr(image, name)) for name in IMAGES} for image in distinct.images
+        ],
         "trajectories": [
-            [len(t.tokens), t.reward, t.finish_reason, images_of(i, t.images)]
-            for i, t in enumerate(trajectories)
+            [len(t.tokens), t.reward, t.finish_reason, numbers]
+            for t, numbers in zip(trajectories, shown, strict=True)
         ],
         "arrays": {name: joined(name) for name in ARRAYS},
         "kept": kept_ids(),
@@ -121,13 +120,17 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
         each = iter(np.split(get(described), ends[:-1]))
         return [next(each) if there else None for there in has]
 
-    images: list[Images | None] = []
-    for *_, x in head["trajectories"]:
-        images.append(
-            images[x]
-            if isinstance(x, int)
-            else x and Images(**{name: get(y) for name, y in x.items()})
-        )
+    def images(described: dict[str, list[Any]]) -> Images:
+        return Images(**{name: get(y) for name, y in described.items()})
+
+    shown = [x for *_, x in head["trajectories"]]
+    seen: list[Images | None] = []
+    if "images" in head:
+        distinct = [images(described) for described in head["images"]]
+        seen = images_of(distinct, (None if x is None else tuple(x) for x in shown))
+    else:  # older journals: beside the first trajectory that has them, the others name that one
+        for x in shown:
+            seen.append(seen[x] if isinstance(x, int) else x and images(x))
     # Arrays that this version added are absent from older journals.
     missing = [[False] * len(lengths)]
     arrays = {name: split(*head["arrays"].get(name, missing)) for name in ARRAYS}
@@ -142,7 +145,7 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
                 **{name: arrays[name][i] for name in ARRAYS},
                 reward=reward,
                 finish_reason=reason,
-                images=images[i],
+                images=seen[i],
                 kept=None if counts[i] is None else Kept(counts[i], ids[i]),
             )
             for i, (_, reward, reason, _) in enumerate(head["trajectories"])

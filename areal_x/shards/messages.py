@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from areal_x.rollout.episodes import EpisodeCounts
-from areal_x.types import Episode
+from areal_x.runtime.distinct_images import DistinctImages, images_of
+from areal_x.types import Episode, Images
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,42 @@ class Opened:
 
 @dataclass(frozen=True)
 class Finished:
-    """The episodes of a group."""
+    """The episodes of a group. It travels with one copy of images that several of them have."""
 
     ticket: int
 
     episodes: tuple[Episode, ...]
 
     greedy_reward: float | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        distinct = DistinctImages()
+        shown = [t.images for episode in self.episodes for t in episode.trajectories]
+        numbers = [None if images is None else distinct.add(images) for images in shown]
+        if not distinct.images:
+            return self.__dict__
+        blind = with_images(self.episodes, [None] * len(shown))
+        return {**self.__dict__, "episodes": blind, "images": (distinct.images, numbers)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "images" in state:
+            state["episodes"] = with_images(state["episodes"], images_of(*state.pop("images")))
+        self.__dict__.update(state)
+
+
+def with_images(
+    episodes: Sequence[Episode], images: Sequence[Images | None]
+) -> tuple[Episode, ...]:
+    """Returns the episodes with these images, one for each of their trajectories."""
+    left = iter(images)
+    return tuple(
+        replace(
+            episode,
+            trajectories=tuple(replace(t, images=next(left)) for t in episode.trajectories),
+        )
+        for episode in episodes
+    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from areal_x.cluster.gang import PerNode
 from areal_x.cluster.ganged import GangTrainer
 from areal_x.cluster.on_ray import bytes_of
 from areal_x.cluster.rank import Built, Rank, RankSpec
+from areal_x.cluster.sent_batch import arrived
 from areal_x.protocols import backends
 from areal_x.protocols.shares import Purpose, Shares, SharingBackend, own_rows
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
@@ -62,6 +64,51 @@ def test_a_node_is_given_the_rows_of_its_processes_alone_and_once() -> None:
     dealt, _ = Dealer(module, config_of(2), shares, nodes).deal(batch, "update")
     assert [sorted(parts) for parts in dealt.values.values()] == [[(0,), (1,)], [(2,), (3,)]]
     assert sum(map(bytes_of, dealt.values.values())) < 1.1 * bytes_of(batch)
+
+
+def with_images(rows: int, each: int = 4) -> Batch:
+    """A batch each of whose rows has a sequence of the one group with the group's image, then one of its own."""
+    batch, noise = batch_of([8] * rows), np.random.default_rng(0)
+    shared, own = noise.normal(size=(each, 50)), noise.normal(size=(rows, each, 50))
+    patches = np.zeros((rows, 3 * each, 50), np.float32)  # with room for one more
+    patches[:, :each], patches[:, each : 2 * each] = shared, own
+    grids, segments = np.zeros((rows, 3, 3), np.int32), np.zeros((rows, 3), np.int32)
+    grids[:, :2], segments[:, :2] = (1, 2, each // 2), 1
+    return batch.replace(patches=patches, grids=grids, image_segments=segments)
+
+
+def assert_same(found: Batch, wanted: Batch) -> None:
+    assert found.patches is not None
+    for name, x in vars(wanted).items():
+        np.testing.assert_array_equal(getattr(found, name), x, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_node_is_sent_one_copy_of_an_image_of_several_rows(backend: str) -> None:
+    module, each = pytest.importorskip(backend), 64
+    batch = with_images(8, each)
+    shares = [Shares((rank,), 4) for rank in range(4)]
+    dealt, division = Dealer(module, config_of(1), shares, ["first", "first", "second", "second"]).deal(batch, "update")
+    assert division is not None
+    image = each * 50 * 4
+    for node, own in (("first", [(0,), (1,)]), ("second", [(2,), (3,)])):
+        message = pickle.dumps(dealt.values[node])
+        assert 5 * image < len(message) < 5.5 * image  # the group's, and one of each of its four rows
+        assert bytes_of(dealt.values[node]) < len(message)
+        for share in own:
+            rows = pickle.loads(message)[share].rows
+            assert_same(arrived(rows), own_rows(batch, division.rows(share)))
+
+
+def test_whole_batches_are_sent_with_one_copy_of_each_image_and_those_of_text_as_they_are() -> None:
+    module = pytest.importorskip("areal_x_torch")
+    dealer = Dealer(module, config_of(1), [Shares((0, 1), 2)] * 2, ["first", "second"])
+    batch = with_images(8, 64)
+    dealt, _ = dealer.deal(batch, "update")
+    assert dealt.values["first"] is dealt.values["second"]
+    message = pickle.dumps(dealt.values["first"])
+    assert len(message) < 9.5 * 64 * 50 * 4
+    assert_same(arrived(pickle.loads(message)), batch)
 
 
 @pytest.mark.parametrize("shares", [[None, Shares((0,), 2)], [Shares((0, 1), 2)] * 2])

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from areal_x.lab.reading import connection_to
 from areal_x.lab.search import search
 from areal_x.lab.vocabulary import Vocabulary
 from areal_x.run.journal import FILE, Journal
-from areal_x.types import Episode, Failed, Trajectory
+from areal_x.types import Episode, Failed, Images, Trajectory
 from tests.conftest import environment_with
 from tests.lab.journals import FAILED, LATE, answer, group, scored, write_journal, write_tokenizer
 
@@ -287,6 +288,18 @@ def test_a_search_finds_texts_in_order_and_goes_on_where_it_stopped(texts):
     found = search(run, index, vocabulary, rows[found.next :], "ANSWER", most=9, begin=found.next)
     assert [f.row for f in found.found] == [2]
     assert (found.next, found.left_out) == (len(rows), 0)
+
+
+def test_a_search_finds_texts_of_sequences_with_images(tmp_path):
+    """Whose patches stand before the tokens, one copy for all of a group that have them."""
+    shown = [Images(np.full((4, 2), x, np.float32), np.array([[1, 2, 2]], np.int32)) for x in (1, 2, 1)]
+    said = [scored(f"it shows {x.patches[0, 0]:g}", 1.0) for x in shown]
+    seen = [replace(e, trajectories=(replace(e.trajectories[0], images=x),)) for e, x in zip(said, shown, strict=True)]
+    write_journal(tmp_path / "run", [group(0, [*seen, scored("it shows 3", 1.0)])])
+    index, vocabulary = index_of(tmp_path / "run"), Vocabulary(write_tokenizer(tmp_path))
+    rows = select(index, Filter(order="oldest")).page(0, 100)
+    found = search(tmp_path / "run", index, vocabulary, rows, "it shows ", most=9)
+    assert [(f.row, f.before, f.after) for f in found.found] == [(i, "ask: ", x) for i, x in enumerate("1213")]
 
 
 def test_a_search_ends_with_its_time_and_always_advances(texts):

@@ -10,6 +10,43 @@ MESHES = "tests/torch/test_family_meshes.py::test_two_processes_train_each_famil
 
 MUTANTS: list[Mutant] = [
     *planted(
+        "areal_x/runtime/distinct_images.py",
+        ("tests/runtime/test_distinct_images.py",),
+        (
+            "images that agree in the patches that are compared first are one",
+            "if _are_equal(self.images[number].patches, patches):",
+            "if True:",
+        ),
+        (
+            "a tall image is a wide one of the same patches",
+            "image.grids.tobytes(), patches.dtype",
+            'b"", patches.dtype',
+        ),
+    ),
+    *planted(
+        "areal_x/hf/image_cache.py",
+        ("tests/hf/test_image_cache.py",),
+        ("episodes that begin together each read their images", "        with turn:", "        if True:"),
+    ),
+    *planted(
+        "areal_x/cluster/sent_batch.py",
+        ("tests/cluster/test_dealing.py",),
+        (
+            "a node is sent the images of rows that others have",
+            "{number: self.patches[number] for of_row in numbers for number in of_row}",
+            "dict(self.patches)",
+        ),
+    ),
+    *planted(
+        "areal_x/lab/search.py",
+        ("tests/lab/test_index.py",),
+        (
+            "a search reads the tokens of sequences with images where their patches are",
+            '(*head.get("images", ()), *(images for *_, images in described))',
+            "(images for *_, images in described)",
+        ),
+    ),
+    *planted(
         JAX + "row_attention.py",
         ("tests/jax/test_sharding.py",),
         (

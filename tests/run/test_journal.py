@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from areal_x.errors import UserError
 from areal_x.run.group_bytes import decode, decode_array, encode, encode_array
-from areal_x.run.journal import Journal
+from areal_x.run.journal import FILE, Journal
 from areal_x.types import Episode, Failed, Group, Images, Kept, Scored, Task, TimedOut, Trajectory
 from tests.kept import kept_with
 
@@ -95,10 +95,48 @@ def test_images_that_episodes_share_are_written_once_and_shared_again():
     assert_same(read, written)
     first, second, third, fourth = (t.images for episode in read.episodes for t in episode.trajectories)
     assert first is second is fourth is not third
-    copied = dataclasses.replace(one.images, patches=one.images.patches.copy())
-    apart = Episode(Scored(1.0), (one, dataclasses.replace(same, images=copied)))
-    twice = dataclasses.replace(written, episodes=(apart, written.episodes[1]))
-    assert len(encode(twice)) - len(encode(written)) > one.images.patches.nbytes / 2
+
+
+def turns(number, images=32):
+    """A trajectory with an image that every other has, in a copy of its own, and one that no other has."""
+    shared, own = (np.random.default_rng(seed).normal(size=(images, 50)).astype(np.float32) for seed in (0, 1 + number))
+    shown = Images(np.concatenate([shared, own]), np.array([[1, 4, images // 4]] * 2, np.int32))
+    return dataclasses.replace(trajectory(6, seed=number), images=shown)
+
+
+def test_an_image_of_a_group_is_in_the_file_once_though_each_episode_has_a_copy(tmp_path):
+    episodes = tuple(Episode(Scored(0.5), (turns(number),)) for number in range(8))
+    written, one = Group(TASKS[0], 0, 0, episodes), 32 * 50 * 4
+    with Journal(tmp_path) as journal:
+        journal.admitted(written, 0)
+        journal.finished(written)
+        journal.consumed(1, [written])
+        journal.flush()
+        (read,) = journal.groups_of(1, TASKS.__getitem__)
+    assert_same(read, written)
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        ((size,),) = connection.execute("SELECT length(content) FROM groups")
+    connection.close()
+    assert 9 * one < size < 10 * one
+
+
+def test_a_journal_with_images_beside_trajectories_is_still_read():
+    """Each set of images stood beside the first trajectory that has it, and the others named that one."""
+    shown = [trajectory(3 + seed, images=True, seed=seed) for seed in range(3)]
+    shown = [*shown, dataclasses.replace(trajectory(4), images=shown[1].images), trajectory(5)]
+    written = Group(TASKS[4], 9, 2, (Episode(Scored(1.0), tuple(shown)),))
+    content = encode(written)
+    end = 4 + int.from_bytes(content[:4], "little")
+    head = json.loads(zlib.decompress(content[4:end]))
+    apart = [(x.pop(), x)[1] for x in head["trajectories"]]
+    for x, beside in zip(apart, [*head.pop("images"), 1, None], strict=True):
+        x.append(beside)
+    old = zlib.compress(json.dumps(head).encode())
+    read = decode(len(old).to_bytes(4, "little") + old + content[end:], TASKS[4], 9, 2)
+    assert_same(read, written)
+    _, second, third, fourth, fifth = (t.images for t in read.episodes[0].trajectories)
+    assert second is fourth is not third
+    assert fifth is None
 
 
 @settings(max_examples=300, deadline=None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,9 +23,10 @@ from areal_x.runtime import background
 from areal_x.shards import shards as shards_module
 from areal_x.shards.engine import ShardedEngine
 from areal_x.shards.episodes import ShardedEpisodes
+from areal_x.shards.messages import Finished
 from areal_x.shards.shards import Shards
 from areal_x.tasks.stream import TaskStream
-from areal_x.types import Failed
+from areal_x.types import Episode, Failed, Images, Scored, Trajectory
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain
 from tests.shards.fakes import Dying, FakeStager, Threads
 
@@ -300,3 +303,28 @@ def test_no_group_is_older_than_the_bound_while_shards_are_lost():
             for episode in group.episodes:
                 for trajectory in episode.trajectories:
                     assert np.all(trajectory.versions[trajectory.mask] >= group.admitted_version)
+
+
+def test_the_episodes_of_a_group_travel_with_one_copy_of_its_images():
+    """Also where each has a copy of its own and, in a conversation, further ones."""
+
+    def shown(number):
+        shared, own = (np.random.default_rng(seed).normal(size=(64, 50)).astype(np.float32) for seed in (0, 1 + number % 4))
+        images = Images(np.concatenate([shared, own]), np.array([[1, 8, 8]] * 2, np.int32))
+        tokens = np.arange(4, dtype=np.int32)
+        return Trajectory.from_completion(tokens[:3], tokens[3:], np.zeros(1), np.zeros(1), images=images)
+
+    text = replace(shown(0), images=None)
+    episodes = (*(Episode(Scored(1.0), (shown(i), text)) for i in range(8)), Episode(Failed("no")))
+    one = 64 * 50 * 4
+    message = pickle.dumps([Finished(0, episodes, None), Finished(1, episodes[-1:], 0.5)])
+    assert 5 * one < len(message) < 5.5 * one
+    found, other = pickle.loads(message)
+    assert (other.episodes, other.greedy_reward) == (episodes[-1:], 0.5)
+    assert found.episodes[-1] == episodes[-1]
+    for sent, back in zip(episodes[:-1], found.episodes[:-1], strict=True):
+        assert back.trajectories[1].images is None
+        for name in ("patches", "grids"):
+            theirs = getattr(back.trajectories[0].images, name)
+            np.testing.assert_array_equal(theirs, getattr(sent.trajectories[0].images, name))
+    assert found.episodes[0].trajectories[0].images is found.episodes[4].trajectories[0].images

@@ -14,7 +14,7 @@ from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient, vllm_client
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.features import check_sent_images, features_of, served_format
+from areal_x.engines.vllm.features import Packer, check_sent_images, served_format
 from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.handles import HandlesSender
 from areal_x.engines.vllm.server import Launch
@@ -24,7 +24,6 @@ from areal_x.engines.vllm.transports import (
     check_machine,
     experimental,
 )
-from areal_x.hf.image_format import ImageFormat
 from areal_x.protocols.engine import Request
 
 
@@ -65,13 +64,13 @@ class VLLMEngine(FleetEngine[VLLMConfig]):
     def features(self, request: Request) -> dict[str, Any] | None:
         if request.images is None:
             return None
-        return features_of(request.tokens, request.images, self._image_format)
+        return self._packer.features(request.tokens, request.images)
 
     @cached_property
-    def _image_format(self) -> ImageFormat:
-        """How the served model takes images. Raises: UserError if its servers cannot be sent any."""
+    def _packer(self) -> Packer:
+        """Of images for the served model. Raises: UserError if its servers cannot be sent any."""
         check_sent_images(self.model, self.config)
-        return served_format(self.model)
+        return Packer(served_format(self.model))
 
     def chat_servers(self) -> Sequence[VLLMClient]:
         return [vllm_client(self.supervisor.replicas[name]) for name in self.fleet.serving()]

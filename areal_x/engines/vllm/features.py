@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from areal_x.types import Images
 # normalised.
 NORMALISED = "--no-mm-device-do-normalize"
 RAW = 3  # vLLM's number for bytes in msgpack
+KEPT = 4  # prompts whose packed images are kept: a group's requests come one after another
 
 
 def served_format(model: Path) -> ImageFormat:
@@ -92,10 +95,54 @@ def check_sent_images(model: Path, config: VLLMConfig) -> None:
         )
 
 
+@dataclass(frozen=True)
+class PackedImages:
+    """Images as a request has them, each by its name."""
+
+    names: list[str]
+
+    content: list[str]
+
+
+class Packer:
+    """Packs the images of a served model for requests, those of a group's attempts once."""
+
+    def __init__(self, form: ImageFormat) -> None:
+        self.form = form
+        self._packed: OrderedDict[int, tuple[Images, PackedImages]] = OrderedDict()  # by id
+
+    def features(
+        self, prompt: Int32[np.ndarray, " prompt"], images: Images
+    ) -> dict[str, dict[str, list[Any]]]:
+        """Returns `features_of` a request."""
+        if id(images) not in self._packed:
+            self._packed[id(images)] = images, packed_images(images, self.form)
+        self._packed.move_to_end(id(images))
+        while len(self._packed) > KEPT:
+            self._packed.popitem(last=False)
+        return features_of(prompt, images, self.form, self._packed[id(images)][1])
+
+
+def packed_images(images: Images, form: ImageFormat) -> PackedImages:
+    """Packs images. Raises: UserError without msgpack."""
+    names, content, patch = [], [], 0
+    for grid in images.grids.tolist():
+        count = count_patches([grid])
+        patches = images.patches[patch : patch + count]
+        patch += count
+        names.append(hashlib.sha256(np.array(grid).tobytes() + patches.tobytes()).hexdigest())
+        content.append(_packed(_arrays(patches, tuple(grid), form)))
+    return PackedImages(names, content)
+
+
 def features_of(
-    prompt: Int32[np.ndarray, " prompt"], images: Images, form: ImageFormat
+    prompt: Int32[np.ndarray, " prompt"],
+    images: Images,
+    form: ImageFormat,
+    packed: PackedImages | None = None,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Returns the field `features` of a request. prompt: the prompt alone, without sampled tokens.
+    """Returns the field `features` of a request. prompt: the prompt alone, without sampled tokens. packed:
+    the images, if they are packed already.
 
     An image's position is all from its first token to its last. Tokens of text between its rows keep
     their own embeddings by areal_x.engines.vllm.image_rows.
@@ -107,22 +154,18 @@ def features_of(
         spans = form.spans(prompt, grids)
     except UserError as error:
         raise UserError(f"the prompt belongs to other images: {error}") from error
-    names, places, content = [], [], []
-    row = patch = 0
+    packed = packed or packed_images(images, form)
+    places = []
+    row = 0
     for grid in grids:
         rows = grid[1] // form.merge if form.rows else 1
         first, stop = spans[row][0], spans[row + rows - 1][1]
         row += rows
-        count = count_patches([grid])
-        patches = images.patches[patch : patch + count]
-        patch += count
-        names.append(hashlib.sha256(np.array(grid).tobytes() + patches.tobytes()).hexdigest())
         places.append({"offset": first, "length": stop - first})
-        content.append(_packed(_arrays(patches, grid, form)))
     return {
-        "mm_hashes": {"image": names},
+        "mm_hashes": {"image": packed.names},
         "mm_placeholders": {"image": places},
-        "kwargs_data": {"image": content},
+        "kwargs_data": {"image": packed.content},
     }
 
 

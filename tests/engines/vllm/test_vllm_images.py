@@ -101,6 +101,7 @@ def test_a_driver_without_vllm_sends_images_and_reads_the_models_form_once(
     request = Request(PROMPT, SamplingParams(), images=SHOWN.images)
     (first, second), config = [engine.features(request) for _ in range(2)], read_config(model_dir_of("qwen2_5_vl"))
     assert first == second == features_of(PROMPT, SHOWN.images, format_of(described_config(config)))
+    assert first["kwargs_data"]["image"] is second["kwargs_data"]["image"]  # packed once for the attempts of a group
     assert len(read) == 2  # to see whether its attention is causal, and its form
 
 
