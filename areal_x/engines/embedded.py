@@ -39,8 +39,8 @@ from areal_x.types import Kept
 # Tokens that a slot may grow by between two checks for new requests, cancellations and swaps.
 DECODE_STEPS = 64
 NO_IMAGES = (
-    "which the embedded engine supports only with train.backend = 'torch' and a model with a vision"
-    " tower: set both"
+    "which the embedded engine supports for models that the backend trains with images: train one of"
+    " those (docs/images.md; Qwen3.5 with train.backend = 'torch')"
 )
 # `decode` returns early once 1/8 of the slots are free for waiting requests: a refill costs about as
 # much as a step.

@@ -71,18 +71,12 @@ def check_lengths(
             f"one that trains {model.directory} with images, which the prompts have: it trains the"
             " language model alone, on text",
         )
-    if any(images) and settings.engine == "embedded" and settings.backend != "torch":
-        raise ConfigError(
-            "train.backend",
-            settings.backend,
-            "'torch', whose embedded engine supports images: the prompts have images",
-        )
     if any(images) and settings.engine == "sglang":
         raise ConfigError(
             "train.engine",
             settings.engine,
-            "'vllm', or 'embedded' with train.backend = 'torch': the prompts have images, which the"
-            " engine does not send to SGLang servers",
+            "'vllm' or 'embedded': the prompts have images, which the engine does not send to SGLang"
+            " servers",
         )
     if any(images) and settings.engine == "vllm":
         check_sent_images(model.directory, settings.vllm)

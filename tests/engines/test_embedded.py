@@ -320,7 +320,7 @@ def test_images_are_refused_where_the_sampler_does_not_see() -> None:
     images = Images(np.zeros((4, 6), np.float32), np.array([[1, 2, 2]], np.int32))
 
     async def body(engine: EmbeddedEngine) -> None:
-        with pytest.raises(UserError, match=r"the prompt has images.*train\.backend = 'torch'"):
+        with pytest.raises(UserError, match=r"the prompt has images.*trains with images"):
             await engine.generate(replace(request(4, 2), images=images))
 
     with_engine(Counting(1), body)

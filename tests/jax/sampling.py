@@ -2,7 +2,7 @@
 fields.
 
 After an update, all slots are drawn to the end, the trainer goes on, and they are drawn once more from the same snapshot; then
-twice with guesses of the model before the updates.
+twice with guesses of the model before the updates. Of a model that sees, prompts with images are sampled once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.algorithms import losses
+from areal_x.hf.model_dir import read_config
 from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.speculation import Speculation
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x_jax.trainer import Trainer
+from tests.sampled_images import in_slot, requests_of
 
 from .meshes import batch_of
 
@@ -54,6 +56,17 @@ def sample(directory: str | Path, mesh: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def sample_shown(directory: Path, mesh: dict[str, int]) -> list[tuple[list[int], list[float]]]:
+    """What each prompt with images is answered, twice over, so that each group of devices has some of all."""
+    trainer = Trainer(TrainerConfig(ModelConfig(str(directory)), mesh=MeshConfig(**mesh)))
+    sampler = trainer.sampler(SLOTS, CONTEXT)
+    sampler.load(trainer.snapshot())
+    asked = [request for request in requests_of(directory) for _ in range(2)]
+    said = sample_to_end(sampler, [in_slot(request, slot) for slot, request in enumerate(asked)])
+    return [said[slot] for slot in range(len(asked))]
+
+
 if __name__ == "__main__":
-    directory, file, mesh = sys.argv[1:]
-    Path(file).write_text(json.dumps(sample(directory, json.loads(mesh))))
+    directory, file, mesh = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    found = sample_shown if "vision_config" in read_config(directory) else sample
+    file.write_text(json.dumps(found(directory, mesh)))

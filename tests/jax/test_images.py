@@ -18,7 +18,6 @@ from areal_x.batching.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x.types import Batch, Images, Trajectory
 from areal_x_jax import head
 from areal_x_jax.architecture import Architecture, read_architecture
@@ -32,7 +31,6 @@ from areal_x_jax.vision import image_features
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 from areal_x_jax.weights import from_tensors, places, saved_name, to_tensors
 from tests.models import (
-    IMAGE,
     SEEING_PLACED,
     SEEING_ROWS,
     SEEING_SQUARES,
@@ -335,18 +333,3 @@ def test_a_text_model_is_given_no_images_and_a_student_that_sees_no_blind_teache
     teacher = {"teacher": str(model_dir_of("qwen3")), "divergence": lambda student, teacher: student[..., 0]}
     with pytest.raises(ConfigError, match=r"train.teacher .* a model that sees images as"):
         make_trainer(model_dir_of("qwen3_vl"), **teacher)
-
-
-def test_the_embedded_sampler_draws_from_a_model_that_sees_and_refuses_its_images(model_dir_of: MadeModel) -> None:
-    trainer = make_trainer(model_dir_of("qwen3_vl"))
-    sampler = trainer.sampler(1, 32)
-    sampler.load(trainer.snapshot())
-    (text,) = with_images((6,), answer=1)
-    ask = slot_request(0, 7, 9)
-    ask = replace(ask, tokens=text.tokens[:6])
-    tokens, logprobs = sample_to_end(sampler, [ask])[0]
-    whole = Trajectory.from_completion(ask.tokens, np.int32(tokens), np.float32(logprobs), np.zeros(9))
-    packed = pack([whole], ROW)
-    np.testing.assert_allclose(packed.gather(trainer.logprobs(packed.batch))[0][6:], logprobs, atol=1e-4)
-    with pytest.raises(UserError, match="a prompt has image tokens"):
-        sampler.fill([replace(ask, tokens=np.int32([1, IMAGE, 2]))])

@@ -10,6 +10,43 @@ MESHES = "tests/torch/test_family_meshes.py::test_two_processes_train_each_famil
 
 MUTANTS: list[Mutant] = [
     *planted(
+        JAX + "prompt_images.py",
+        ("tests/jax/test_prompt_images.py",),
+        (
+            "JAX: the features of images that older weights gave are sampled with",
+            '            self._params = params["vision"]\n            self._found.clear()',
+            '            self._params = params["vision"]',
+        ),
+        (
+            "JAX: each attempt of a group has its images encoded anew",
+            "            if id(images) not in self._found:",
+            "            if True:",
+        ),
+        (
+            "JAX: what the tower adds to the outputs of the first layers is left out",
+            "layer >= len(images.deepstack)",
+            "layer >= 0",
+        ),
+    ),
+    *planted(
+        JAX + "decode_step.py",
+        ("tests/jax/test_prompt_images.py",),
+        (
+            "JAX: what is sampled after images is counted as if they were text",
+            "rows.length - 1 + rows.shift",
+            "rows.length - 1",
+        ),
+    ),
+    *planted(
+        JAX + "prefill_chunks.py",
+        ("tests/jax/test_prompt_images.py",),
+        (
+            "JAX: a chunk ends within an image whose tokens see each other",
+            "stop = shown.before_image(stop)",
+            "stop = max(shown.before_image(stop), stop)",
+        ),
+    ),
+    *planted(
         "areal_x/runtime/distinct_images.py",
         ("tests/runtime/test_distinct_images.py",),
         (

@@ -401,8 +401,8 @@ MUTANTS: list[Mutant] = [
         SAMPLERS,
         (
             "JAX: the newest token is read at the wrong position",
-            "        rows.length - 1,",
-            "        rows.length,",
+            "        rows.length - 1 + rows.shift,",
+            "        rows.length + rows.shift,",
         ),
     ),
     *planted(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -11,44 +10,22 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from areal_x.batching.packing import pack
-from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.errors import UserError
 from areal_x.protocols.backends import create_trainer
-from areal_x.protocols.engine import Completion, Request, SamplingParams
-from areal_x.protocols.sampler import SlotRequest
+from areal_x.protocols.engine import Request
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.testing.conformance.helpers import sample_to_end
-from areal_x.types import Images, Trajectory
+from areal_x.types import Images
 from areal_x_torch import prefill, prompt_images
 from areal_x_torch.images import features_of
-from tests.models import FIRST_SEEING, IMAGE, MORE_SEEING, SEEING_SQUARES, shown_to
+from tests.models import FIRST_SEEING, IMAGE, MORE_SEEING, SEEING_SQUARES
+from tests.sampled_images import CONTEXT, in_slot, requests_of, sampled, trajectories_of
 from tests.thorough import further
-
-CONTEXT, ANSWER = 64, 24
 
 
 def trainer_of(directory: Path) -> Trainer:
     return create_trainer("torch", TrainerConfig(model=ModelConfig(str(directory))))
-
-
-def requests_of(directory: Path, seed: int = 0) -> list[Request]:
-    made = shown_to(directory, answer=1, seed=seed, ends=(2,))  # a prompt's last token is text, as in every chat template
-    how = SamplingParams(max_tokens=ANSWER)
-    return [Request(t.tokens[~t.mask], how, seed + i, images=t.images) for i, t in enumerate(made)]
-
-
-def drawn(trainer: Trainer, requests: list[Request], slots: int) -> list[Completion]:
-    async def run() -> list[Completion]:
-        engine = EmbeddedEngine(trainer.sampler(slots, CONTEXT))
-        await engine.start()
-        try:
-            await engine.swap(engine.stage(trainer))
-            return list(await asyncio.gather(*map(engine.generate, requests)))
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -67,21 +44,13 @@ def test_recorded_log_probabilities_are_the_trainers(model_dir_of, monkeypatch, 
     monkeypatch.setattr(prefill, "CHUNK", chunk)
     trainer = trainer_of(model_dir_of(name))
     requests = requests_of(model_dir_of(name)) + requests_of(model_dir_of(name), seed=100)
-    said = drawn(trainer, requests, slots=5)
-    made = [
-        Trajectory.from_completion(r.tokens, c.tokens, c.logprobs, c.versions, images=r.images)
-        for r, c in zip(requests, said, strict=True)
-    ]
+    said = sampled(trainer, requests, slots=5)
+    made = trajectories_of(requests, said)
     if name != "gemma3_vl":  # which happens not to say it
         assert any(IMAGE in c.tokens for c in said)  # what the policy says is text, also where it has an image's id
     packed = pack(made, 2 * CONTEXT)
     for trajectory, logprobs in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
         np.testing.assert_allclose(trajectory.logprobs[trajectory.mask], logprobs[trajectory.mask], atol=1e-4)
-
-
-def slot_request(request: Request, slot: int, so_far: tuple[int, ...] = ()) -> SlotRequest:
-    tokens = np.concatenate([request.tokens, np.array(so_far, np.int32)]).astype(np.int32)
-    return SlotRequest(slot, tokens, len(so_far), request.sampling, request.seed or 0, request.images)
 
 
 def test_going_on_after_a_swap_draws_what_would_have_come(model_dir_of) -> None:
@@ -90,9 +59,9 @@ def test_going_on_after_a_swap_draws_what_would_have_come(model_dir_of) -> None:
     drawing, request = trainer.sampler(2, CONTEXT), requests_of(model_dir_of("qwen2_5_vl"))[0]
     drawing.load(trainer.snapshot())
     for begun in ((), (IMAGE,), (9, IMAGE, IMAGE)):
-        tokens, logprobs = sample_to_end(drawing, [slot_request(request, 0, begun)])[0]
+        tokens, logprobs = sample_to_end(drawing, [in_slot(request, 0, begun)])[0]
         drawing.load(trainer.snapshot())
-        rest, its_logprobs = sample_to_end(drawing, [slot_request(request, 1, (*begun, *tokens[:11]))])[1]
+        rest, its_logprobs = sample_to_end(drawing, [in_slot(request, 1, (*begun, *tokens[:11]))])[1]
         assert rest == tokens[11:]
         np.testing.assert_allclose(its_logprobs, logprobs[11:], atol=1e-5)
 
@@ -102,7 +71,7 @@ def test_what_is_said_depends_on_the_image(model_dir_of) -> None:
     drawing = trainer.sampler(2, CONTEXT)
     drawing.load(trainer.snapshot())
     dark = Request(request.tokens, request.sampling, request.seed, Images(0 * request.images.patches, request.images.grids))
-    said = sample_to_end(drawing, [slot_request(request, 0), slot_request(dark, 1)])
+    said = sample_to_end(drawing, [in_slot(request, 0), in_slot(dark, 1)])
     assert said[0][1][0] != pytest.approx(said[1][1][0], abs=1e-3)
 
 
@@ -117,7 +86,7 @@ def test_episodes_of_a_group_have_their_images_looked_at_once(model_dir_of, monk
     trainer = trainer_of(model_dir_of("qwen2_5_vl"))
     drawing, request = trainer.sampler(4, CONTEXT), requests_of(model_dir_of("qwen2_5_vl"))[0]
     drawing.load(trainer.snapshot())
-    drawing.fill([slot_request(request, slot) for slot in range(4)])
+    drawing.fill([in_slot(request, slot) for slot in range(4)])
     assert looked == [len(request.images.grids)]
 
 
@@ -130,7 +99,7 @@ def test_tokens_that_are_not_of_the_images_are_refused(model_dir_of) -> None:
         (request.tokens[: np.flatnonzero(request.tokens == IMAGE)[-1] + 1], "ends in an image"),
     ):
         with pytest.raises(UserError, match=reason):
-            drawing.fill([slot_request(Request(tokens, request.sampling, images=request.images), 0)])
+            drawing.fill([in_slot(Request(tokens, request.sampling, images=request.images), 0)])
 
 
 def test_a_chunk_of_a_prefill_ends_within_no_image_of_any_row(monkeypatch) -> None:

@@ -69,7 +69,7 @@ def check_sent_images(model: Path, config: VLLMConfig) -> None:
     """
     read = read_config(model)
     kind = read.get("model_type")
-    instead = "use train.engine = 'embedded' with train.backend = 'torch'"
+    instead = "use train.engine = 'embedded'"
     text = read.get("text_config") or {}
     rotation = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if kind in INTERLEAVED and not rotation.get("mrope_interleaved"):

@@ -19,9 +19,11 @@ from areal_x_jax.model import embed, finish_layer, head_input, head_kernel
 from areal_x_jax.parameters import Params, layer_leaves
 from areal_x_jax.prefill_chunks import Chunk
 from areal_x_jax.projections import gated, project_qkv
+from areal_x_jax.prompt_images import with_images
 from areal_x_jax.recurrent_cache import States
-from areal_x_jax.rotations import position_rotations
+from areal_x_jax.rotations import Rotation, position_rotations
 from areal_x_jax.sampling import Truncation, sample, uniform
+from areal_x_jax.vision import multimodal_rotation
 
 STEPS = 128  # most tokens per slot in one call: the height of the output buffers
 # Most bytes of the kept tokens of one call, a bit per word, row and step; at least one step's.
@@ -31,13 +33,14 @@ KEPT_BYTES = 2**25
 class Rows(NamedTuple):
     """The decoding state of each sequence.
 
-    token: the newest, not yet in the cache. length: tokens including it. generated: how many of
-    them were generated. limit: most to generate. history: all its tokens, for guesses from these;
-    else without columns.
+    token: the newest, not yet in the cache. length: tokens including it. shift: its position minus its
+    place in the sequence, which differ after images. generated: how many tokens were generated. limit:
+    most to generate. history: all its tokens, for guesses from these; else without columns.
     """
 
     token: Int[Array, " rows"]
     length: Int[Array, " rows"]
+    shift: Int[Array, " rows"]
     generated: Int[Array, " rows"]
     limit: Int[Array, " rows"]
     live: Bool[Array, " rows"]
@@ -87,11 +90,18 @@ def _layers(arch: Architecture, params: Params) -> list[Params]:
 
 def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) -> SlotCache:
     """Writes the keys and values of the chunk's tokens, and the states after its pieces."""
-    x, rotations = embed(arch, params, chunk.tokens), position_rotations(arch, chunk.positions)
+    images = chunk.images
+    x = with_images(embed(arch, params, chunk.tokens), images)
+    rotations = rotations_of(arch, chunk)
     same = chunk.piece[:, None] == chunk.piece
     # Distance in tokens; negative if not visible.
     before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
-    own = layer_inputs(arch, params, chunk.tokens, x)
+    before_in_images = before
+    if images is not None and images.blocks is not None:
+        of_one = same & (images.blocks[:, None] == images.blocks) & (images.blocks > 0)
+        before_in_images = jnp.where(of_one, jnp.maximum(before, 0), before)
+    shown = None if images is None else images.shown
+    own = layer_inputs(arch, params, chunk.tokens, x, shown)
     fresh: dict[int, tuple[Array, Array]] = {}
     states = []
     kv, before_chunk = dict(zip(arch.with_keys, cache.kv, strict=True)), iter(cache.states)
@@ -102,6 +112,7 @@ def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) 
             attended, state = recurrent_cache.prefill(arch, layer, x, next(before_chunk), chunk)
             states.append(state)
             x, _ = finish_layer(arch, layer, x, attended)
+            x = with_images(x, images, i)
             continue
         query, keys, gate = project_qkv(arch, layer, x, rotations[arch.layer_ropes[i]])
         fresh |= {} if keys is None else {i: keys}
@@ -113,7 +124,7 @@ def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) 
         attended = kv_cache.attend_chunk(
             scaled(arch, query, i),
             fresh[source],
-            before,
+            before if causal_in_images(arch, i) else before_in_images,
             kv[source],
             *place,
             window,
@@ -122,10 +133,26 @@ def prefill(arch: Architecture, params: Params, cache: SlotCache, chunk: Chunk) 
         )
         attended = gated(attended.reshape(*x.shape[:-1], -1), gate)
         x, _ = finish_layer(arch, layer, x, attended, own=None if own is None else own[..., i, :])
+        x = with_images(x, images, i)
     written = kv_cache.write_pieces(
         cache.kv, [*fresh.values()], chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
     )
     return SlotCache(written, tuple(states))
+
+
+def rotations_of(arch: Architecture, chunk: Chunk) -> tuple[Rotation, ...]:
+    """Returns for each of the architecture's ropes what it does to the tokens of a chunk."""
+    if chunk.images is None or chunk.images.positions is None:
+        return position_rotations(arch, chunk.positions)
+    assert arch.vision is not None
+    given = chunk.images.positions, arch.ropes[0], arch.vision, arch.head_dim
+    return (multimodal_rotation(*given),)
+
+
+def causal_in_images(arch: Architecture, layer: int) -> bool:
+    """True for a layer in which the tokens of an image do not see those after them, though they do in
+    others."""
+    return arch.vision is not None and arch.vision.form.near and not arch.windows[layer]
 
 
 def copy(
@@ -233,7 +260,7 @@ def forward(
         params,
         cache,
         rows.token,
-        rows.length - 1,
+        rows.length - 1 + rows.shift,
         seen,
         lambda layer, key, value: kv_cache.write_newest(layer, key, value, column),
         kv_cache.attend,

@@ -7,6 +7,9 @@ whatever the lengths.
     decode   a loop on the device that writes, attends and samples until control returns to the host
     compact  the same for the few live slots, when at most 3/8 of all are live
 
+A prompt with images is prefilled by a form of its own, which reads the tower's features
+(areal_x_jax.prompt_images).
+
 The last two have a second form, compiled when first needed, for rows that leave tokens out
 (top-p, top-k, min-p): it also returns which tokens they kept. A lane that guesses ahead has
 speculate (areal_x_jax.speculation) in the place of decode, and prefill and copy of the smaller
@@ -34,6 +37,7 @@ from areal_x_jax.architecture import Architecture
 from areal_x_jax.decode_step import Rows, SlotCache, copy, decode, most_steps, prefill
 from areal_x_jax.parameters import Params
 from areal_x_jax.prefill_chunks import packed
+from areal_x_jax.prompt_images import PromptImages, Tower
 from areal_x_jax.sharding import sampling_spec
 from areal_x_jax.slot_adapters import SlotAdapters, with_chosen
 from areal_x_jax.speculation import Models, speculate
@@ -53,10 +57,9 @@ class Lane:
     """Slots that decode together: small state on the host, the cache on the device.
 
     call: calls a compiled program by name, `call(name, program, *arguments)` (see
-    areal_x_jax.sampler). group: the devices, over which heads and vocabulary are sharded.
+    areal_x_jax.sampler). group: the devices, over which heads and vocabulary are sharded. tower: of the
+    group, for a model that reads images.
     """
-
-    supports_images = False
 
     def __init__(
         self,
@@ -68,8 +71,11 @@ class Lane:
         speculation: Speculation = NOTHING,
         draft: tuple[Architecture, Params] | None = None,
         adapters: SlotAdapters | None = None,
+        tower: Tower | None = None,
     ) -> None:
         self._call = call
+        self._tower = tower
+        self.supports_images = tower is not None
         self._adapters = adapters
         self._adapter: list[str | None] = [None] * slots
         self.slots = slots
@@ -96,6 +102,7 @@ class Lane:
         self._rows = Rows(
             token=np.zeros(slots, np.int32),
             length=np.ones(slots, np.int32),
+            shift=np.zeros(slots, np.int32),
             generated=np.zeros(slots, np.int32),
             limit=np.zeros(slots, np.int32),
             live=np.zeros(slots, bool),
@@ -131,12 +138,15 @@ class Lane:
 
     def adapt(self, params: Params) -> None:
         """Takes the same parameters with other adapters beside them."""
-        self._params = params, self._params[1]
+        language = {name: x for name, x in params.items() if name != "vision"}
+        self._params = language, self._params[1]
 
     def load(self, params: Params) -> None:
         """params: on the device, unstacked."""
         draft, own = self._models.draft, self._params[1]
-        self._params = params, own
+        if self._tower is not None:
+            self._tower.load(params)
+        self.adapt(params)
         self._rows.live[:] = False
         if self._caches is None:
             cache = jax.device_put(self._empty(self.arch, params), self._sharding)
@@ -158,15 +168,20 @@ class Lane:
             # The order of sums depends on the keys' columns: an idle sampler must compute the same
             # every time.
             self._column = 0
-        for request in requests:
-            self._set_slot(request)
-        # A prompt of one token has nothing to cache.
-        alike = [same for same in group_identical(requests).values() if len(same[0].tokens) > 1]
+        alike: list[list[SlotRequest]] = []
+        images: list[PromptImages | None] = []
+        for same in group_identical(requests).values():
+            shown = None if self._tower is None else self._tower.prompt_images(same[0])
+            for request in same:
+                self._set_slot(request, 0 if shown is None else shown.shift)
+            if len(same[0].tokens) > 1:  # else there is nothing to cache
+                alike.append(same)
+                images.append(shown)
         cache, smaller = self._caches
-        cache = self._fill(cache, self.arch, self._params[0], alike)
+        cache = self._fill(cache, self.arch, self._params[0], alike, images)
         draft, own = self._models.draft, self._params[1]
         if smaller is not None and draft is not None and own is not None:
-            smaller = self._fill(smaller, draft, own, alike, "draft's ")
+            smaller = self._fill(smaller, draft, own, alike, (), "draft's ")
         self._caches = cache, smaller
         jax.block_until_ready(self._caches)  # so that a measured swap includes it
 
@@ -176,10 +191,11 @@ class Lane:
         arch: Architecture,
         params: Params,
         alike: Sequence[Sequence[SlotRequest]],
+        images: Sequence[PromptImages | None],
         whose: str = "",
     ) -> SlotCache:
         """Returns a model's cache with these sequences, without their last tokens. alike: requests
-        with the same tokens."""
+        with the same tokens and images. images: of each of these; () for a model that is shown none."""
         prefills, copies_into = self._fills[bool(whose)]
         capacity = kv_cache.capacity(cache.kv)
         prompts = [
@@ -190,11 +206,12 @@ class Lane:
             )
             for r, *_ in alike
         ]
-        for chunk in packed(prompts, self._chunk, capacity):
+        for chunk in packed(prompts, self._chunk, capacity, images):
             if self._adapters is not None:
                 of_tokens = [self._adapter[chunk.slot[x]] if x >= 0 else None for x in chunk.piece]
                 params = with_chosen(params, self._adapters.chosen(of_tokens))
-            cache = self._call(f"{whose}prefill", prefills, arch, params, cache, chunk)
+            of_images = "" if chunk.images is None else f" of {len(chunk.tokens)} with images"
+            cache = self._call(f"{whose}prefill{of_images}", prefills, arch, params, cache, chunk)
         copies = np.array(
             [(first.slot, other.slot) for first, *others in alike for other in others], np.int32
         ).reshape(-1, 2)
@@ -203,7 +220,8 @@ class Lane:
             cache = self._call(f"{whose}copy", copies_into, cache, *padded.T, np.int32(len(copies)))
         return cache
 
-    def _set_slot(self, request: SlotRequest) -> None:
+    def _set_slot(self, request: SlotRequest, shift: int) -> None:
+        """shift: see `decode_step.Rows`."""
         sampling, length, slot = request.sampling, len(request.tokens), request.slot
         if length >= self.context + (request.generated > 0):
             raise ValueError(
@@ -214,21 +232,13 @@ class Lane:
                 f"{len(sampling.stop_token_ids)} stop tokens are more than the {STOP_IDS} that the"
                 " JAX sampler takes"
             )
-        vision = self.arch.vision
-        if (
-            vision is not None
-            and vision.image_token in request.tokens[: length - request.generated]
-        ):
-            raise UserError(
-                "a prompt has image tokens, but the JAX sampler reads text only: leave images out of"
-                " prompts"
-            )
         self._adapter[slot] = request.adapter
         rows, greedy = self._rows, sampling.temperature == 0
         rows.token[slot] = request.tokens[-1]
         if rows.history.shape[1]:
             rows.history[slot, :length] = request.tokens
         rows.length[slot] = length
+        rows.shift[slot] = shift
         rows.generated[slot] = request.generated
         rows.limit[slot] = min(sampling.max_tokens, request.generated + self.context - length)
         rows.live[slot] = True

@@ -16,6 +16,7 @@ from areal_x_jax.architecture import Architecture
 from areal_x_jax.decode_step import unstack_layers
 from areal_x_jax.lane import Lane
 from areal_x_jax.parameters import Params, parameter_shapes
+from areal_x_jax.prompt_images import Tower
 from areal_x_jax.sharding import sampling_groups
 from areal_x_jax.slot_adapters import SlotAdapters
 
@@ -57,6 +58,7 @@ class Sampler(Lanes):
         each = [
             (group, call, whole_on(draft, group)) for group, call in zip(groups, calls, strict=True)
         ]
+        towers = {} if arch.vision is None else {group: Tower(arch, group) for group in groups}
         self._adapters: SlotAdapters | None = None
         self._shapes: Params = {}
         if adapted is not None and adapted.adapters is not None:
@@ -64,7 +66,17 @@ class Sampler(Lanes):
             self._shapes = parameter_shapes(adapted)["layers"]
         self._plain: list[Params] = []
         made = [
-            Lane(arch, size, context, call, group, speculation, smaller, self._adapters)
+            Lane(
+                arch,
+                size,
+                context,
+                call,
+                group,
+                speculation,
+                smaller,
+                self._adapters,
+                towers.get(group),
+            )
             for group, call, smaller in each
             for _ in range(in_group)
         ]
@@ -73,8 +85,8 @@ class Sampler(Lanes):
 
     @property
     def programs(self) -> int:
-        """Number of compiled programs; lanes of one device share them, because they have one
-        size."""
+        """Number of compiled programs, the tower's left out; lanes of one device share them, because
+        they have one size."""
         return self._first.programs + self._unstack._cache_size()
 
     def _lane_weights(self, snapshot: Params) -> list[Params]:

@@ -299,10 +299,9 @@ def sampling_shardings(partitioner: Partitioner, arch: Architecture) -> Params:
     mesh: each group finds its own parts there."""
     assert partitioner.mesh is not None
     (group, *_), mesh = sampling_groups(partitioner.mesh), partitioner.mesh
-    axes = {name: own for name, own in parameter_axes(arch).items() if name != "vision"}
     return jax.tree.map(
         lambda own: NamedSharding(mesh, sampling_spec(group, own)),
-        axes,
+        parameter_axes(arch),
         is_leaf=lambda x: isinstance(x, tuple),
     )
 

@@ -95,7 +95,8 @@ def speculate(
         guessed, draft_cache = guess(models, speculation, params, now, numbers[:, :-1])
         fed = jnp.concatenate([rows.token[:, None], jnp.maximum(guessed, 0)], axis=1)
         columns = jnp.where(rows.live, rows.length, 1)[:, None] - 1 + ahead
-        cache, logits = feed(arch, params[0], now.caches[0], fed, columns)
+        shift = rows.shift[:, None]
+        cache, logits = feed(arch, params[0], now.caches[0], fed, columns, columns + shift)
         truncation = Truncation(*map(wide, rows.truncation)) if truncates else None
         token, logprob, mask = sample(
             logits.reshape(count * width, -1),
@@ -183,7 +184,8 @@ def guess(
     ) -> tuple[tuple[SlotCache, Array], Array]:
         (cache, token), (ahead, number) = carry, at
         fed = jnp.clip(token, 0, draft.vocab - 1)[:, None]
-        cache, logits = feed(draft, own, cache, fed, (lengths - 1 + ahead)[:, None])
+        column = (lengths - 1 + ahead)[:, None]  # whose positions are those of text
+        cache, logits = feed(draft, own, cache, fed, column, column)
         # Some rows leave tokens out if the policy's rows do, which are compiled for both.
         token, _, _ = sample(logits[:, 0], number, rows.temperature, rows.truncation)
         token = jnp.where(token < policy.vocab, token, -1)
@@ -202,6 +204,7 @@ def feed(
     cache: SlotCache,
     tokens: Int[Array, "rows width"],
     columns: Int[Array, "rows width"],
+    positions: Int[Array, "rows width"],
 ) -> tuple[SlotCache, Float[Array, "rows width vocab"]]:
     """Feeds tokens that follow each other in each row, and returns the logits after each. In place of
     states, the cache then has `recurrent_cache.Pending` ones."""
@@ -224,7 +227,7 @@ def feed(
         params,
         cache,
         tokens,
-        columns,
+        positions,
         seen,
         lambda layer, key, value: kv_cache.write_columns(layer, key, value, columns),
         kv_cache.attend_several,

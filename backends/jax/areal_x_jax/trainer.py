@@ -300,8 +300,7 @@ class Trainer(HuggingFaceTrainer):
     def snapshot(self) -> Params:
         self.need_head("snapshot", "policy")
         params = self.params if self.base is None else self.base
-        language = {name: x for name, x in params.items() if name != "vision"}
-        copied: Params = self._copy(language, None if self.base is None else self.params)
+        copied: Params = self._copy(params, None if self.base is None else self.params)
         return copied
 
     def sampler(self, slots: int, context: int, speculation: Speculation = NOTHING) -> Sampler:
