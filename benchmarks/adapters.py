@@ -74,7 +74,7 @@ def measure(host: TrainerHost, place: Path, sequences: int, tokens: int, rounds:
         return [Model(f"{i}", Shape(rank), place / of / str(i), seed=i) for i, rank in enumerate(RANKS)]
 
     def works(of: list[Model]) -> list[Work]:
-        names = [name for name in LOSSES if name != "gspo"]
+        names = [name for name in LOSSES if name not in ("gspo", "stable_reinforce")]
         return [
             Work(model, [datum(names[i % len(names)]) for _ in range(sequences)], names[i % len(names)], {}, True)
             for i, model in enumerate(of)

@@ -13,7 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,9 @@ class Server:
     checkpoints: Path
     working: Path
     journal: Journal
+
+    teachers: Mapping[str, Samplers] = field(default_factory=dict)
+    """Further models by their names for clients, which sample from them and train none of them."""
 
     @cached_property
     def gathering(self) -> Gathering:
@@ -93,10 +96,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Weights that a client samples from. model_path: of a checkpoint."""
+    """Weights that a client samples from. model_path: of a checkpoint. base: the name of a teacher,
+    whose weights they are. follows: the model whose last saved weights they are, instead of fixed
+    ones (the API's "inflight")."""
 
     source: Source
     model_path: str | None
+    base: str = ""
+    follows: str | None = None
 
 
 class Account:
@@ -222,7 +229,7 @@ class Account:
     def check_base(self, name: str) -> None:
         if name != self.server.base_model:
             raise UserError(
-                f"this server has the model {self.server.base_model!r}, not {name!r}: name that, or"
+                f"this server trains the model {self.server.base_model!r}, not {name!r}: name that, or"
                 " start another server"
             )
 
@@ -280,8 +287,12 @@ class Account:
     def create_sampler(self, body: requests.CreateSamplingSession) -> str:
         """Returns the sampler's id. Raises: UserError; Unknown."""
         session = self.session(body.session_id)
+        base = ""
         if body.model_path is None:
-            self.check_base(body.base_model or "")
+            if body.base_model in self.server.teachers:
+                base = body.base_model or ""
+            else:
+                self.check_base(body.base_model or "")
             source = Source("base", None, self.server.working / "base")
         else:
             ref = Ref.parse(body.model_path)
@@ -290,22 +301,21 @@ class Account:
             name = f"{own.directory.name}/{ref}@{about.created}"
             source = Source(name, shape, own.place(ref))
         id = f"{session.id}:sample:{body.sampling_session_seq_id}"
-        self.new_sampler(session, id, Sampler(source, body.model_path))
+        self.new_sampler(session, id, Sampler(source, body.model_path, base))
         return id
 
     def new_sampler(self, session: Session, id: str, sampler: Sampler) -> None:
         """Adds a sampler, unless this is the request of before."""
         if id in self.samplers:
             return
-        source, shape = sampler.source, sampler.source.shape
-        about = {
-            "model_path": sampler.model_path,
-            "name": source.name,
-            "shape": None if shape is None else asdict(shape),
-            "directory": str(source.directory.absolute()),
-        }
-        self.server.journal.sampler(self.owner, id, session.id, about)
+        self.server.journal.sampler(self.owner, id, session.id, described(sampler))
         self.add_sampler(session, id, sampler)
+        if sampler.follows is None:
+            return
+        for other, found in list(self.samplers.items()):
+            if found.follows == sampler.follows and other != id:
+                self.samplers[other] = replace(found, source=sampler.source)
+                self.server.journal.sampler_moved(other, described(self.samplers[other]))
 
     def add_sampler(self, session: Session, id: str, sampler: Sampler) -> None:
         session.samplers.append(id)
@@ -347,12 +357,19 @@ class Account:
         """Returns the request's id. Raises: Unknown; as `Futures.start`."""
         sampler = self.sampler(body.sampling_session_id)
         id = f"{body.sampling_session_id}:{body.seq_id}"
-        if self.futures.start(id, sent.kind, lambda: self._sample(sampler.source, body, id)):
+        if self.futures.start(id, sent.kind, lambda: self._sample(sampler, body, id)):
             whose = body.sampling_session_id
             self.server.journal.request(self.owner, id, whose, body.seq_id, sent)
         return id
 
-    async def _sample(self, source: Source, body: requests.Sample, id: str) -> results.Result:
+    async def _sample(self, sampler: Sampler, body: requests.Sample, id: str) -> results.Result:
+        source, samplers = sampler.source, self.server.samplers
+        if sampler.base:
+            if sampler.base not in self.server.teachers:  # any more, after a restart
+                raise UserError(
+                    f"this server has no model {sampler.base!r}: start it with --teacher"
+                )
+            samplers = self.server.teachers[sampler.base]
         if source.shape is not None and not (source.directory / "state").is_dir():
             raise UserError(
                 f"the weights to sample from are gone: of unnamed ones the last {MOST_EPHEMERAL}"
@@ -362,7 +379,20 @@ class Account:
             self._use(source.directory)
         # A request without a seed has the same one after a restart.
         chance = int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "little")
-        return await self.server.samplers.sample(source, body, chance)
+        return await samplers.sample(source, body, chance)
+
+
+def described(sampler: Sampler) -> dict[str, Any]:
+    """Returns a sampler as the journal keeps it."""
+    source = sampler.source
+    return {
+        "model_path": sampler.model_path,
+        "name": source.name,
+        "shape": None if source.shape is None else asdict(source.shape),
+        "directory": str(source.directory.absolute()),
+        "base": sampler.base,
+        "follows": sampler.follows,
+    }
 
 
 def owner_of(key: str) -> str:

@@ -21,9 +21,10 @@ from starlette.routing import Route
 
 from areal_x.errors import UserError
 from areal_x.runtime.thread import inline_or_in_pool
-from areal_x.tinker import requests, saving, stored, training
+from areal_x.tinker import datums, requests, saving, stored, training
 from areal_x.tinker.account import Account, Job, Server
 from areal_x.tinker.futures import Full, Gone, Unknown
+from areal_x.tinker.host import TrainerHost
 from areal_x.tinker.journal import Sent
 from areal_x.tinker.reading import (
     BODY_MEGABYTES,
@@ -45,8 +46,8 @@ LOG = logging.getLogger(__name__)
 KEY = "x-api-key"
 POLL_SECONDS = 20.0  # clients give up an answer after 45
 WARNING = (
-    "this server trains no adapter of the unembedding (train_unembed), and samplers of"
-    " kind='inflight' and prompt_alt_tokens_k are not supported yet"
+    "this server trains no adapter of the unembedding (train_unembed), prompt_alt_tokens_k is not"
+    " supported yet, and the loss stable_reinforce is the one of docs/tinker.md"
 )
 
 
@@ -109,13 +110,13 @@ async def health(_: Account, __: Request) -> Any:
 
 async def capabilities(account: Account, _: Request) -> Any:
     server = account.server
-    model = {
-        "model_name": server.base_model,
-        "max_context_length": server.host.context,
-        "trainable": True,
-        "sampleable": True,
-    }
-    return {"supported_models": [model]}
+
+    def model(name: str, host: TrainerHost, trainable: bool) -> dict[str, Any]:
+        length = {"model_name": name, "max_context_length": host.context}
+        return {**length, "trainable": trainable, "sampleable": True}
+
+    teachers = [model(name, x.host, trainable=False) for name, x in server.teachers.items()]
+    return {"supported_models": [model(server.base_model, server.host, trainable=True), *teachers]}
 
 
 async def client_config(_: Account, __: Request) -> Any:
@@ -217,14 +218,14 @@ async def unload_model(account: Account, request: Request) -> Any:
     return {"type": "unload_model", "model_id": id}
 
 
-def datums(forward_only: bool) -> Handler:
+def forwards(forward_only: bool) -> Handler:
     """Returns the handler of datums. forward_only: for JSON, which does not say."""
 
     @durable
     async def handle(account: Account, request: Request) -> Any:
         data = await bytes_of(request, DATA_MEGABYTES)
         wire = request.headers.get("content-type", "").startswith(WIRE)
-        read = requests.read_forward_backward
+        read = datums.read_forward_backward
         body = await inline_or_in_pool(len(data), read, wire, data, forward_only)
         sent = Sent("forward" if body.forward_only else "forward_backward", data, wire)
         id = account.put(training.forward_backward(account, body, sent))
@@ -273,10 +274,11 @@ async def join_sampler(account: Account, request: Request) -> Any:
 
 async def get_sampler(account: Account, request: Request) -> Any:
     id = request.path_params["sampler"]
+    sampler = account.sampler(id)
     return {
         "sampler_id": id,
-        "base_model": account.server.base_model,
-        "model_path": account.sampler(id).model_path,
+        "base_model": sampler.base or account.server.base_model,
+        "model_path": sampler.model_path,
     }
 
 
@@ -304,8 +306,8 @@ ROUTES: list[tuple[str, Handler] | tuple[str, Handler, str]] = [
     ("create_model", of_model(requests.CreateModel, "create_model", training.create_model)),
     ("get_info", get_info),
     ("unload_model", unload_model),
-    ("forward", datums(forward_only=True)),
-    ("forward_backward", datums(forward_only=False)),
+    ("forward", forwards(forward_only=True)),
+    ("forward_backward", forwards(forward_only=False)),
     ("optim_step", of_model(requests.OptimStep, "optim_step", training.optim_step)),
     ("retrieve_future", retrieve),
     ("cancel_future", cancel),
@@ -324,6 +326,7 @@ ROUTES: list[tuple[str, Handler] | tuple[str, Handler, str]] = [
     ),
     ("load_weights", of_model(requests.LoadWeights, "load_weights", saving.load_weights)),
     ("weights_info", stored.weights_info),
+    ("copy_weights", stored.copy_weights),
     ("training_runs", stored.list_runs, "GET"),
     ("training_runs/{run}", stored.get_run, "GET"),
     ("training_runs/{run}/checkpoints", stored.list_checkpoints, "GET"),

@@ -96,6 +96,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="tokens of the longest sequence (4096)")
     parser.add_argument("--slots", type=int, default=32, help="sequences sampled at once (32)")
     parser.add_argument("--name", help="base_model of the clients; by default the model's path")
+    parser.add_argument(
+        "--teacher",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="a further model, which clients sample from and score with by this name, but do not"
+        " train; may be repeated",
+    )
     parser.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
     parser.add_argument(
         "--directory",
@@ -160,6 +168,11 @@ def read_keys(file: Path | None, before: str | None = None) -> list[str]:
     return keys
 
 
+def teacher_of(config: TrainerConfig, path: str) -> TrainerConfig:
+    """Returns the settings of a model that is sampled from alone."""
+    return replace(config, model=replace(config.model, path=path), lora=LoRAConfig())
+
+
 def serve(
     options: argparse.Namespace,
     backend: str,
@@ -182,6 +195,12 @@ def serve(
     path = config.model.path
     name = options.name or (path if isinstance(path, str) else str(host.base))
     tokenizer = load_tokenizer(host.base)
+    teachers = {x: TrainerHost(backend, teacher_of(config, x)) for x in options.teacher}
+    if name in teachers or len(teachers) < len(options.teacher):
+        raise UserError(
+            f"each --teacher is another model, besides {name!r}, which is trained: name each once"
+        )
+    tokenizers = {x: load_tokenizer(of.base) for x, of in teachers.items()}
     listener = listen(options.port, before.get("url", ""))
     url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
     root = options.directory
@@ -191,7 +210,8 @@ def serve(
         thread = OneThread("areal-x tinker")
         samplers = Samplers(host, thread, tokenizer, slots)
         places = root / "checkpoints", root / "working"
-        server = Server(host, thread, samplers, name, *places, journal)
+        of_teachers = {x: Samplers(of, thread, tokenizers[x], slots) for x, of in teachers.items()}
+        server = Server(host, thread, samplers, name, *places, journal, of_teachers)
         check_base(server)
         served_application = application(server, keys)
         for account in served_application.state.accounts:
@@ -213,7 +233,8 @@ def serve(
         try:
             await served.serve(sockets=[listener])
         finally:
-            await samplers.close()
+            for one in (samplers, *of_teachers.values()):
+                await one.close()
             thread.close()
             await journal.close()
 

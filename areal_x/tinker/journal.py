@@ -161,6 +161,10 @@ class Journal:
         values = id, owner, session, json.dumps(content)
         self.append("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, 0)", *values)
 
+    def sampler_moved(self, id: str, content: Mapping[str, Any]) -> None:
+        """Records that a sampler has other weights."""
+        self.append("UPDATE samplers SET content = ? WHERE id = ?", json.dumps(content), id)
+
     def joined(self, id: str, number: int) -> None:
         self.append("UPDATE samplers SET joined = ? WHERE id = ?", number, id)
 

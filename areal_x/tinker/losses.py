@@ -30,11 +30,12 @@ LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 
 class NamedLoss(NamedTuple):
     """A loss of the API. inputs: what each datum has besides target_tokens. make: called with the
-    config over its defaults."""
+    config over its defaults. optional: those inputs that a datum may lack, and are 1 then."""
 
     make: Callable[..., Loss]
     inputs: tuple[str, ...]
     defaults: Mapping[str, float]
+    optional: tuple[str, ...] = ()
 
 
 def _clipped(loss: Callable[..., Any], **thresholds: float) -> Loss:
@@ -54,16 +55,38 @@ def _dro(beta: float) -> Loss:
     return partial(losses.dro, beta=beta)
 
 
+def _stable_reinforce(kl_coeff: float, **thresholds: float) -> Loss:
+    """The API does not publish its objective. This one is a policy gradient whose importance weights
+    are constants and bounded above, with a penalty for leaving the policy that sampled."""
+    penalty = partial(losses.kl_penalty, coefficient=kl_coeff, estimator="k3")
+    return losses.combine(partial(losses.cispo, clip_high=thresholds[HIGH] - 1), penalty)
+
+
 OF_SAMPLES = ("logprobs", "advantages")
+WEIGHTS = "weights"
+COUNTED = "sequence_ratio_mask"  # 0 for targets that a loss leaves out, such as a prompt's
 LOSSES = {
-    "cross_entropy": NamedLoss(_cross_entropy, ("weights",), {}),
+    "cross_entropy": NamedLoss(_cross_entropy, (WEIGHTS,), {}, (WEIGHTS,)),
     "importance_sampling": NamedLoss(_importance_sampling, OF_SAMPLES, {}),
     "ppo": NamedLoss(partial(_clipped, losses.ppo_clip), OF_SAMPLES, {LOW: 0.8, HIGH: 1.2}),
     "cispo": NamedLoss(partial(_clipped, losses.cispo), OF_SAMPLES, {LOW: 0.8, HIGH: 1.2}),
     "dro": NamedLoss(_dro, OF_SAMPLES, {"beta": 0.05}),
-    "gspo": NamedLoss(partial(_clipped, losses.gspo), OF_SAMPLES, {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
+    "gspo": NamedLoss(
+        partial(_clipped, losses.gspo),
+        (*OF_SAMPLES, COUNTED),
+        {LOW: 1 - 3e-4, HIGH: 1 + 4e-4},
+        (COUNTED,),
+    ),
+    "stable_reinforce": NamedLoss(
+        _stable_reinforce, (*OF_SAMPLES, COUNTED), {"kl_coeff": 0.01, HIGH: 2.0}
+    ),
 }
-OPTIONAL = {"weights": 1.0}  # inputs that a datum may lack, and their value then
+
+
+def counts_samples(name: str) -> bool:
+    """True for a loss that needs to know which targets were sampled."""
+    known = LOSSES[name]
+    return COUNTED in known.inputs and COUNTED not in known.optional
 
 
 def find(name: str, config: Config) -> Loss:
@@ -87,10 +110,10 @@ def _made(name: str, config: tuple[tuple[str, float | str], ...]) -> Loss:
         if not isinstance(value, float | int) or not math.isfinite(value):
             raise UserError(f"the setting {key} of the loss {name} must be a number, not {value!r}")
     settings = {key: float(x) for key, x in {**known.defaults, **dict(config)}.items()}
-    if LOW in settings and not settings[LOW] <= 1 <= settings[HIGH]:
+    if HIGH in settings and not settings.get(LOW, 0.0) <= 1 <= settings[HIGH]:
         raise UserError(
-            f"{LOW} = {settings[LOW]:g} and {HIGH} = {settings[HIGH]:g} must lie on either side of"
-            " 1, the ratio of an unchanged policy"
+            f"{LOW} = {settings.get(LOW, 0.0):g} and {HIGH} = {settings[HIGH]:g} must lie on either"
+            " side of 1, the ratio of an unchanged policy"
         )
     return known.make(**settings)
 
@@ -100,8 +123,8 @@ def check_inputs(name: str, index: int, given: Mapping[str, np.ndarray]) -> None
 
     given: all but target_tokens, by name.
     """
-    wanted = LOSSES[name].inputs
-    missing = [x for x in wanted if x not in given and x not in OPTIONAL]
+    wanted, optional = LOSSES[name].inputs, LOSSES[name].optional
+    missing = [x for x in wanted if x not in given and x not in optional]
     unknown = [x for x in given if x not in wanted]
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which nothing reads"
@@ -130,22 +153,25 @@ def evaluate(
     logprobs: Float32[np.ndarray, "rows length"],
 ) -> Evaluated:
     """Evaluates a loss and its derivative by each log-probability, in the backend's arrays."""
+    absent = {WEIGHTS: 1.0, COUNTED: 1.0}
     of = {
         name: layout.spread(
-            [x.inputs.get(name, np.full(x.targets.shape, OPTIONAL.get(name, 0.0))) for x in datums]
+            [x.inputs.get(name, np.full(x.targets.shape, absent.get(name, 0.0))) for x in datums]
         )
-        for name in ("weights", *OF_SAMPLES)
+        for name in (WEIGHTS, COUNTED, *OF_SAMPLES)
     }
     sampled = of["logprobs"]
     batch = layout.batch.replace(
-        weights=of["weights"],
+        mask=layout.batch.mask & (of[COUNTED] != 0),
+        weights=of[WEIGHTS],
         behavior_logp=sampled,
         proximal_logp=sampled,
+        reference_logp=sampled,
         advantages=of["advantages"],
     )
     policy = Policy(logp=np.asarray(logprobs, np.float32))
     terms, gradient = backend.differentiate(loss, policy, batch)
     return Evaluated(
-        layout.gather(np.asarray(terms) * of["weights"]),
+        layout.gather(np.asarray(terms) * of[WEIGHTS]),
         layout.gather(-np.asarray(gradient.logp)),
     )

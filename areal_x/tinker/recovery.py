@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_x.errors import UserError
 from areal_x.runtime.thread import inline_or_in_pool
-from areal_x.tinker import requests, results, saving, training
+from areal_x.tinker import datums, requests, results, saving, training
 from areal_x.tinker.account import LASTING, Account, Job, Sampler, Server, Session, Trained
 from areal_x.tinker.checkpoints import Ref, heal
 from areal_x.tinker.futures import Unknown
@@ -37,7 +37,7 @@ BODIES: dict[str, tuple[type[requests.Body], Callable[[Account, Any, Sent], Job]
 async def job_of(account: Account, sent: Sent) -> Job:
     """Reads a request for a model. Raises: UserError; Unknown."""
     if sent.kind in ("forward", "forward_backward"):
-        only, read = sent.kind == "forward", requests.read_forward_backward
+        only, read = sent.kind == "forward", datums.read_forward_backward
         body = await inline_or_in_pool(len(sent.body), read, sent.wire, sent.body, only)
         return training.forward_backward(account, body, sent)
     kind, make = BODIES[sent.kind]
@@ -70,7 +70,7 @@ def recover(account: Account) -> None:
         about = json.loads(content)
         shape = None if about["shape"] is None else Shape(**about["shape"])
         source = Source(about["name"], shape, Path(about["directory"]))
-        sampler = Sampler(source, about["model_path"])
+        sampler = Sampler(source, about["model_path"], about.get("base", ""), about.get("follows"))
         account.add_sampler(account.sessions[session], id, sampler)
         account.joins[id] = joined
     clear(account)

@@ -1,31 +1,22 @@
-"""The bodies that the API's clients send: JSON, and for datums also protocol buffers.
-
-Unknown fields are ignored, as later clients send more. Field numbers are those of the client's
-tinker_public.proto.
+"""The bodies that the API's clients send as JSON (for datums: areal_x/tinker/datums.py). Unknown
+fields are ignored, as later clients send more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.tinker import losses, wire
-from areal_x.tinker.data import MOST_TARGETS, Datum
+from areal_x.tinker.data import MOST_TARGETS
 
 MOST_ELEMENTS = 1 << 24  # of one array, whatever its shape claims
-DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("<f4"),
-    2: np.dtype("<i8"),
-    3: np.dtype("<i4"),
-}
 NAMES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 OUTSIDE = "token ids are integers from 0 to 2³¹ - 1"
-CHUNKS = {"encoded_text": 1, "image": 2, "dmel": 3}
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -170,41 +161,19 @@ class Retrieve(Body):
     request_id: str
 
 
+class CopyWeights(Body):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    ttl_seconds: int | None = None
+
+
 class OfPath(Body):
     tinker_path: str
 
 
 class Ttl(Body):
     ttl_seconds: int | None = None
-
-
-class JsonDatum(Body):
-    model_input: ModelInput
-    loss_fn_inputs: dict[str, Tensor]
-
-
-class ForwardBackwardInput(Body):
-    data: list[JsonDatum]
-    loss_fn: str
-    loss_fn_config: dict[str, float | str] | None = None
-
-
-class JsonForwardBackward(Body):
-    model_id: str
-    seq_id: int
-    forward_backward_input: ForwardBackwardInput | None = None
-    forward_input: ForwardBackwardInput | None = None
-
-
-class ForwardBackward(msgspec.Struct, kw_only=True):
-    """Datums and their loss, from a body of either form. Checked."""
-
-    model_id: str
-    seq_id: int
-    datums: list[Datum]
-    loss: str
-    config: Mapping[str, float | str]
-    forward_only: bool
 
 
 B = TypeVar("B", bound=Body)
@@ -218,17 +187,7 @@ def read(kind: type[B], body: bytes) -> B:
         raise UserError(f"the body is not a {kind.__name__} request: {error}") from error
 
 
-def read_forward_backward(wire: bool, body: bytes, forward_only: bool) -> ForwardBackward:
-    """Reads datums in either form; protocol buffers say themselves whether to compute a gradient.
-
-    Raises: UserError.
-    """
-    if wire:
-        return forward_backward_of_wire(body)
-    return forward_backward_of_json(body, forward_only)
-
-
-# ---- arrays and datums
+# ---- arrays
 
 
 def tokens_of(prompt: ModelInput) -> np.ndarray:
@@ -242,13 +201,14 @@ def tokens_of(prompt: ModelInput) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def _as_tokens(ids: np.ndarray) -> np.ndarray:
+def as_tokens(ids: np.ndarray) -> np.ndarray:
+    """Raises: UserError for what is no token id."""
     if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
         raise UserError(OUTSIDE)
     return ids.astype(np.int32)
 
 
-def _dense(
+def dense(
     values: np.ndarray,
     shape: Sequence[int],
     rows: np.ndarray | None = None,
@@ -273,38 +233,19 @@ def _dense(
     return found
 
 
-def _wire_tensor(data: bytes) -> np.ndarray:
-    fields = wire.read(data)
-    dtype = DTYPES.get(wire.number(fields, 3))
-    if dtype is None:
-        raise wire.Malformed("an array is neither float32 nor of integers")
-    shape = [x if x < 1 << 63 else -1 for x in wire.numbers(fields, 4)]
-    if not wire.messages(fields, 2):
-        values = _array(wire.message(fields, 1), dtype)
-        return _dense(values, shape or [values.size])
-    sparse = wire.read(wire.message(fields, 2))
-    rows, columns = (_array(wire.message(sparse, n), DTYPES[2]) for n in (2, 3))
-    return _dense(_array(wire.message(sparse, 1), dtype), shape, rows, columns)
-
-
-def _array(data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
-    if len(data) % dtype.itemsize:
-        raise wire.Malformed(f"{len(data)} bytes are no array of {dtype.name}")
-    return np.frombuffer(data, dtype)
-
-
-def _json_tensor(tensor: Tensor, absent: int = 0) -> np.ndarray:
+def json_tensor(tensor: Tensor, absent: int = 0) -> np.ndarray:
+    """Returns an array, with `absent` where a sparse one has nothing. Raises: UserError."""
     if tensor.dtype not in NAMES:
         raise UserError(f"an array is of float32 or int64, not {tensor.dtype!r}")
     with np.errstate(over="ignore", invalid="ignore"):  # what is infinite then is refused as such
         values = np.array(tensor.data).astype(NAMES[tensor.dtype])
     shape = [values.size] if tensor.shape is None else tensor.shape
     if tensor.sparse_crow_indices is None:
-        return _dense(values, shape)
+        return dense(values, shape)
     rows, columns = (
         np.array(x or [], np.int64) for x in (tensor.sparse_crow_indices, tensor.sparse_col_indices)
     )
-    return _dense(values - absent, shape, rows, columns) + absent
+    return dense(values - absent, shape, rows, columns) + absent
 
 
 def cells_of(tensor: Tensor, prompt: int) -> np.ndarray:
@@ -312,7 +253,7 @@ def cells_of(tensor: Tensor, prompt: int) -> np.ndarray:
 
     Raises: UserError.
     """
-    ids = _json_tensor(tensor, absent=-1)
+    ids = json_tensor(tensor, absent=-1)
     if ids.dtype.kind != "i" or ids.ndim != 2 or len(ids) != prompt - 1 or not ids.size:
         raise UserError(
             "target_prompt_logprobs are integers in a row for each token of the prompt but the"
@@ -320,110 +261,4 @@ def cells_of(tensor: Tensor, prompt: int) -> np.ndarray:
         )
     if ids.shape[1] > MOST_TARGETS or ids.max() < 0:
         raise UserError(f"target_prompt_logprobs name from 1 to {MOST_TARGETS} ids a row")
-    return np.where(ids < 0, -1, _as_tokens(np.maximum(ids, 0)))
-
-
-def _datum(index: int, loss: str, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
-    """Returns a checked datum. Raises: UserError."""
-    targets = inputs.pop("target_tokens", None)
-    if targets is None:
-        raise UserError(f"datum {index} lacks target_tokens")
-    losses.check_inputs(loss, index, inputs)
-    flat, count = targets.ndim == 1, len(tokens)
-    shape = targets.shape
-    if not count or targets.ndim not in (1, 2) or shape[0] != count or not targets.size:
-        raise UserError(
-            f"datum {index} has {count} tokens and target_tokens of the shape {list(shape)}: it"
-            " needs a target, or a row of targets, for each token, and at least one token"
-        )
-    if not flat and shape[1] > MOST_TARGETS:
-        raise UserError(f"datum {index} has {shape[1]} targets a token, at most {MOST_TARGETS}")
-    found = {}
-    for name, x in inputs.items():
-        if x.shape != shape:
-            raise UserError(
-                f"datum {index} has {name} of the shape {list(x.shape)} beside target_tokens of"
-                f" {list(shape)}"
-            )
-        if not np.isfinite(x).all():
-            raise UserError(f"datum {index} has {name} that are not finite")
-        found[name] = x.astype(np.float32).reshape(count, -1)
-    if targets.dtype.kind != "i":
-        raise UserError(f"datum {index} has target_tokens that are not integers")
-    return Datum(tokens, _as_tokens(targets).reshape(count, -1), found, flat)
-
-
-def forward_backward_of_json(body: bytes, forward_only: bool) -> ForwardBackward:
-    """Raises: UserError."""
-    request = read(JsonForwardBackward, body)
-    given = request.forward_backward_input or request.forward_input
-    if given is None:
-        raise UserError("the body has no forward_backward_input")
-    config = given.loss_fn_config or {}
-    losses.find(given.loss_fn, config)
-    datums = [
-        _datum(
-            index,
-            given.loss_fn,
-            tokens_of(datum.model_input),
-            {name: _json_tensor(x) for name, x in datum.loss_fn_inputs.items()},
-        )
-        for index, datum in enumerate(given.data)
-    ]
-    return _checked(request.model_id, request.seq_id, datums, given.loss_fn, config, forward_only)
-
-
-def forward_backward_of_wire(body: bytes) -> ForwardBackward:
-    """Raises: UserError."""
-    fields = wire.read(body)
-    loss = wire.text(fields, 4)
-    config: dict[str, float | str] = {
-        key: (wire.doubles(pair, 2) or [0.0])[-1] for key, pair in wire.entries(fields, 5).items()
-    }
-    for key, pair in wire.entries(fields, 7).items():
-        value = wire.read(wire.message(pair, 2))
-        config[key] = wire.text(value, 2) if 2 in value else (wire.doubles(value, 1) or [0.0])[-1]
-    losses.find(loss, config)
-    datums = []
-    for index, data in enumerate(wire.messages(fields, 3)):
-        datum = wire.read(data)
-        parts = []
-        for chunk in (wire.read(x) for x in wire.messages(datum, 1)):
-            if CHUNKS["encoded_text"] not in chunk:
-                raise UserError(f"this server reads tokens, and datum {index} has images or audio")
-            text = wire.read(wire.message(chunk, CHUNKS["encoded_text"]))
-            parts.append(_array(wire.message(text, 1), DTYPES[3]))
-        tokens = _as_tokens(np.concatenate(parts).astype(np.int64) if parts else np.zeros(0))
-        inputs = {
-            name: _wire_tensor(wire.message(pair, 2))
-            for name, pair in wire.entries(datum, 2).items()
-        }
-        datums.append(_datum(index, loss, tokens, inputs))
-    return _checked(
-        wire.text(fields, 1),
-        wire.number(fields, 2),
-        datums,
-        loss,
-        config,
-        bool(wire.number(fields, 6)),
-    )
-
-
-def _checked(
-    model_id: str,
-    seq_id: int,
-    datums: list[Datum],
-    loss: str,
-    config: Mapping[str, float | str],
-    forward_only: bool,
-) -> ForwardBackward:
-    if not datums:
-        raise UserError("the request has no data")
-    return ForwardBackward(
-        model_id=model_id,
-        seq_id=seq_id,
-        datums=datums,
-        loss=loss,
-        config=config,
-        forward_only=forward_only,
-    )
+    return np.where(ids < 0, -1, as_tokens(np.maximum(ids, 0)))

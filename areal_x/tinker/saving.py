@@ -16,6 +16,8 @@ from areal_x.tinker.checkpoints import About, Ref, expiry
 from areal_x.tinker.journal import Sent
 from areal_x.tinker.models import Model, Shape, Source
 
+INFLIGHT = "inflight"
+KINDS = ("snapshot", INFLIGHT)
 WriteState = Callable[[Model, Path], None]
 
 
@@ -61,10 +63,8 @@ def save_for_sampler(account: Account, body: requests.SaveWeights, sent: Sent) -
     number = body.sampling_session_seq_id
     if number is None:
         raise UserError("the request has neither a path nor a sampling_session_seq_id")
-    if body.kind != "snapshot":
-        raise UserError(
-            f"this server's samplers have fixed weights (kind 'snapshot'), not {body.kind!r}"
-        )
+    if body.kind not in KINDS:
+        raise UserError(f"a sampler's kind is one of {', '.join(KINDS)}, not {body.kind!r}")
     trained = account.trained(body.model_id)
     session = account.session(body.model_id.partition(":")[0])
     name = f"{session.id}:sample:{number}"
@@ -75,7 +75,9 @@ def save_for_sampler(account: Account, body: requests.SaveWeights, sent: Sent) -
         return Source(directory.name, model.shape, directory, model, model.steps)
 
     async def work() -> results.Result:
-        account.new_sampler(session, name, Sampler(await account.run(trained, save), None))
+        follows = trained.model.id if body.kind == INFLIGHT else None
+        sampler = Sampler(await account.run(trained, save), None, follows=follows)
+        account.new_sampler(session, name, sampler)
         return results.plain({"type": sent.kind, "sampling_session_id": name})
 
     return Job(trained, body.seq_id, sent, work)

@@ -3,8 +3,14 @@ deleted. Handlers are called with the key's account, but for `download`."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import os
+import shutil
 import time
+import uuid
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,7 +21,7 @@ from areal_x.errors import UserError
 from areal_x.runtime.thread import POOL, in_pool
 from areal_x.tinker import exports, requests
 from areal_x.tinker.account import Account
-from areal_x.tinker.checkpoints import Ref, at
+from areal_x.tinker.checkpoints import About, Ref, at, expiry
 from areal_x.tinker.futures import Unknown
 from areal_x.tinker.reading import HEADERS, body_of, found
 
@@ -33,6 +39,44 @@ async def weights_info(account: Account, request: Request) -> Any:
         "train_mlp": about.mlp,
         "train_attn": about.attention,
     }
+
+
+async def copy_weights(account: Account, request: Request) -> Any:
+    """Makes a checkpoint of another one, which may be another key's that is public. A request that is
+    sent again has the key of the first one and makes no second copy."""
+    body = await body_of(request, requests.CopyWeights)
+    source = Ref.parse(body.source_path)
+    once = request.headers.get("x-idempotency-key") or uuid.uuid4().hex
+    if body.session_id is not None:
+        run = f"{account.session(body.session_id).id}:train:{body.model_seq_id or 0}"
+    else:
+        new = hashlib.sha256(f"{account.owner} {source} {once}".encode()).hexdigest()
+        run = f"{new[:32]}:train:0"
+    copy = Ref(run, source.kind, source.name)
+    expires = expiry(body.ttl_seconds)
+
+    def make() -> Any:
+        own, about = found(lambda: account.readable(source))
+        now = About(
+            rank=about.rank,
+            attention=about.attention,
+            mlp=about.mlp,
+            created=time.time(),
+            expires=expires,
+            user_metadata=about.user_metadata,
+            request=f"copy {source} {once}",
+        )
+        write = partial(linked, own.place(source) / "state")
+        account.checkpoints.begin_run(run, rank=about.rank, user_metadata=None)
+        account.checkpoints.save(copy, now, write, overwrite=False)
+        return {"tinker_path": str(copy)}
+
+    return await in_pool(POOL, make)
+
+
+def linked(source: Path, directory: Path) -> None:
+    """Copies a checkpoint's files, whose content never changes, without their bytes."""
+    shutil.copytree(source, directory, copy_function=os.link)
 
 
 # Lists are read from files, as many as a client has: on a thread.

@@ -9,7 +9,7 @@ import numpy as np
 from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.runtime.thread import inline_or_in_pool
-from areal_x.tinker import requests, results
+from areal_x.tinker import datums, requests, results
 from areal_x.tinker.account import Account, Job
 from areal_x.tinker.host import Work
 from areal_x.tinker.journal import Sent
@@ -39,7 +39,7 @@ def create_model(account: Account, body: requests.CreateModel, sent: Sent) -> Jo
     return Job(trained, 0, sent, work)
 
 
-def forward_backward(account: Account, body: requests.ForwardBackward, sent: Sent) -> Job:
+def forward_backward(account: Account, body: datums.ForwardBackward, sent: Sent) -> Job:
     """Raises: Unknown."""
     trained = account.trained(body.model_id)
 
@@ -58,7 +58,7 @@ def forward_backward(account: Account, body: requests.ForwardBackward, sent: Sen
 
 
 def outputs_of(
-    body: requests.ForwardBackward, logprobs: list[np.ndarray], evaluated: Evaluated
+    body: datums.ForwardBackward, logprobs: list[np.ndarray], evaluated: Evaluated
 ) -> results.Result:
     outputs = []
     for datum, logp, terms in zip(body.datums, logprobs, evaluated.terms, strict=True):

@@ -10,6 +10,7 @@ ISOLATION = ("tests/tinker/test_isolation.py",)
 DOWNLOADS = ("tests/tinker/test_downloads.py",)
 STEPS = ("tests/tinker/test_steps_by_hand.py",)
 MANY = ("tests/tinker/test_many_adapters.py",)
+TEACHERS = ("tests/tinker/test_teachers.py",)
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -38,6 +39,52 @@ MUTANTS: list[Mutant] = [
             "Tinker: a gradient ascends",
             "layout.gather(-np.asarray(gradient.logp))",
             "layout.gather(np.asarray(gradient.logp))",
+        ),
+        (
+            "Tinker: a prompt's targets count in a sequence's ratio",
+            "layout.batch.mask & (of[COUNTED] != 0)",
+            "layout.batch.mask",
+        ),
+        (
+            "Tinker: stable_reinforce has no bound on its importance weights",
+            "partial(losses.cispo, clip_high=thresholds[HIGH] - 1)",
+            "partial(losses.cispo, clip_high=1e6)",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/datums.py",
+        SERVER,
+        (
+            "Tinker: the targets of a prompt are taken for sampled ones",
+            "sampled = [2 in span for span in read]",
+            "sampled = [1 in span for span in read]",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/stored.py",
+        DOWNLOADS,
+        (
+            "Tinker: a copy that is asked for again is made again",
+            'request.headers.get("x-idempotency-key") or uuid.uuid4().hex',
+            "uuid.uuid4().hex",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/account.py",
+        TEACHERS,
+        (
+            "Tinker: a teacher scores with the weights of the base model",
+            "samplers = self.server.teachers[sampler.base]",
+            "pass",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/account.py",
+        SERVER,
+        (
+            "Tinker: an inflight sampler keeps the weights that it began with",
+            "if found.follows == sampler.follows and other != id:",
+            "if False:",
         ),
     ),
     *planted(

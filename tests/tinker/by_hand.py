@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.tinker.data import Datum
+from areal_x.tinker.losses import LOSSES as NAMED
 
 Tensors = dict[str, Tensor]
 
@@ -24,8 +25,24 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
         -torch.minimum((logp - sampled).exp() * a, (logp - sampled).exp().clamp(0.8, 1.2) * a).sum()
     ),
     "cispo": lambda logp, sampled, a: -((logp - sampled).exp().clamp(0.8, 1.2).detach() * logp * a).sum(),
+    "gspo": lambda logp, sampled, a, counted: (
+        -torch.minimum(
+            sequence_ratio(logp, sampled, counted) * a, sequence_ratio(logp, sampled, counted).clamp(0.9997, 1.0004) * a
+        )[counted > 0].sum()
+    ),
+    # Ours: the API's documentation has no formula.
+    "stable_reinforce": lambda logp, sampled, a, counted: (
+        (0.01 * ((sampled - logp).exp() - (sampled - logp) - 1) - (logp - sampled).exp().clamp(max=2).detach() * logp * a)
+        * counted
+    ).sum(),
     "dro": lambda logp, sampled, a: -(logp * a - 0.5 * 0.05 * (logp - sampled) ** 2).sum(),
 }
+
+
+def sequence_ratio(logp: Tensor, sampled: Tensor, counted: Tensor) -> Tensor:
+    """Of a sequence, over the counted tokens, with a gradient for each of them."""
+    ratio = ((logp - sampled) * counted).sum() / counted.sum()
+    return ratio.exp().detach() * (logp - logp.detach()).exp()
 
 
 class ByHand:
@@ -56,10 +73,9 @@ class ByHand:
 
     def step(self, datums: Sequence[Datum], loss: str, settings: OptimizerConfig) -> float:
         """Takes a step on the sum over datums and returns the loss before it."""
-        names = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
         total = torch.zeros(())
         for datum in datums:
-            total = total + LOSSES[loss](self.logprobs(datum), *(torch.tensor(datum.inputs[n]) for n in names))
+            total = total + LOSSES[loss](self.logprobs(datum), *(torch.tensor(datum.inputs[n]) for n in NAMED[loss].inputs))
         params = list(self.trained.values())
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(params)

@@ -37,9 +37,16 @@ for _ in range(3):
 first = client.forward(data, "cross_entropy").result()
 logprobs = first.loss_fn_outputs[0]["logprobs"].data
 samples = datum(target_tokens=target, logprobs=floats(logprobs), advantages=floats(np.linspace(-1, 1, 9)))
-for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+for loss in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
     result = client.forward([samples], loss).result()
     out[loss] = result.metrics["loss:sum"]
+prompt, sampled = types.PromptProvenanceSpan, types.SampledProvenanceSpan
+spanned = samples.with_provenance(
+    model_input=[prompt(sequence_id="x", length=4), sampled(sequence_id="x", length=5)],
+    loss_fn_inputs=[prompt(sequence_id="x", offset=1, length=3), sampled(sequence_id="x", length=6)],
+)
+out["stable_reinforce"] = client.forward([spanned], "stable_reinforce").result().metrics["loss:sum"]
+out["by_hand"] = -float(np.dot(np.linspace(-1, 1, 9)[3:], np.asarray(logprobs)[3:]))
 
 
 def custom(data, logprobs):
@@ -90,7 +97,11 @@ run = rest.list_training_runs().result().training_runs
 out["runs"] = len(run)
 own = rest.list_checkpoints(client.model_id).result().checkpoints
 out["checkpoints"] = sorted(x.checkpoint_id for x in own)
+copied = rest.copy_weights(path, "project").result()
 rest.delete_checkpoint_from_tinker_path(path).result()
+copy = service.create_sampling_client(model_path=copied)
+copy = copy.result() if hasattr(copy, "result") else copy
+out["copy"] = [list(x.tokens) for x in copy.sample(types.ModelInput.from_ints(tokens), 2, params).result().sequences]
 out["left"] = sorted(x.checkpoint_id for x in rest.list_checkpoints(client.model_id).result().checkpoints)
 try:
     client.forward([samples], "ppo", {"beta": 1.0}).result()

@@ -86,12 +86,13 @@ def check(found: dict[str, Any]) -> None:
     assert found["losses"][0] > found["losses"][1] > found["losses"][2]
     assert found["step"]["skipped"] == 0
     # at a ratio of 1 the advantages -1 … 1 cancel out
-    assert found["importance_sampling"] == pytest.approx(0, abs=1e-5) == found["ppo"]
+    assert [found[x] for x in ("importance_sampling", "ppo", "gspo")] == pytest.approx([0, 0, 0], abs=1e-5)
+    assert found["stable_reinforce"] == pytest.approx(found["by_hand"], rel=1e-5)
     assert found["custom"]["loss:sum"] == pytest.approx(found["custom"]["surrogate_loss:sum"], rel=1e-5)
     assert found["custom"]["mine"] == 1
     assert found["restored"][0] == pytest.approx(found["restored"][1], rel=1e-6)
     assert found["restored"][0] < found["losses"][2]
-    assert found["samples"] == found["named"]
+    assert found["samples"] == found["named"] == found["copy"]
     assert found["samples"][0] != found["samples"][1]
     assert found["stop"] == ["length", "length"]
     assert found["prompt_logprobs"][0] is None

@@ -58,6 +58,29 @@ def test_an_export_is_a_peft_directory_and_so_is_an_archive(client: TestClient, 
     assert "choose another name" in again["error"]
 
 
+def test_a_copy_is_a_checkpoint_of_its_own_and_is_made_once(client: TestClient, trained: Trained) -> None:
+    path = trained.do("save_weights", path="source")["path"]
+    before = trained.loss()
+    asked = {"source_path": path, "destination_project_id": "p", "ttl_seconds": 3600}
+    headers = {"x-idempotency-key": "one"}
+    made = [client.post("/api/v1/copy_weights", json=asked, headers=headers).json()["tinker_path"] for _ in range(2)]
+    assert made[0] == made[1] != path
+    other = post(client, "copy_weights", **asked)["tinker_path"]
+    assert other not in (made[0], path)
+    assert client.delete(f"/api/v1/training_runs/{trained.id}/checkpoints/weights/source").status_code == 200
+    trained.step()
+    assert trained.loss() < before
+    trained.do("load_weights", path=other, optimizer=True)
+    assert trained.loss() == before
+    (listed,) = client.get(f"/api/v1/training_runs/{other.split('/')[2]}/checkpoints").json()["checkpoints"]
+    assert (listed["tinker_path"], listed["expires_at"] is None, listed["public"]) == (other, False, False)
+    assert post(client, "weights_info", tinker_path=other)["lora_rank"] == 4
+    sampled = trained.do("save_weights_for_sampler", path="source")["path"]
+    own = post(client, "copy_weights", source_path=sampled, session_id=trained.session, model_seq_id=9)["tinker_path"]
+    assert own == f"tinker://{trained.session}:train:9/sampler_weights/source"
+    post(client, "copy_weights", OURS, 404, source_path=path)
+
+
 @pytest.mark.parametrize(
     "text, why",
     [

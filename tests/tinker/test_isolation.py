@@ -100,6 +100,7 @@ CASES: dict[tuple[str, str], Case] = {
         at("load_weights"), lambda o: {"path": saved(o), "optimizer": True, "session_id": o.session, "model_seq_id": 0}, (400,)
     ),
     ("POST", "weights_info"): Case(at("weights_info"), lambda o: {"tinker_path": saved(o)}),
+    ("POST", "copy_weights"): Case(at("copy_weights"), lambda o: {"source_path": saved(o), "destination_project_id": "p"}),
     ("GET", "training_runs"): Case(at("training_runs"), statuses=OPEN),
     ("GET", "training_runs/{run}"): Case(lambda o: f"training_runs/{o.model}"),
     ("GET", "training_runs/{run}/checkpoints"): Case(lambda o: f"training_runs/{o.model}/checkpoints"),

@@ -29,7 +29,7 @@ from areal_x.tinker.sampling import Samplers
 BACKENDS = ("torch", pytest.param("jax", marks=pytest.mark.thorough))  # which compiles for half a minute
 # Half of the first moment after a first step is the gradient.
 STEP = OptimizerConfig(learning_rate=0.05, beta1=0.5, beta2=0.9, eps=1.0, weight_decay=0.1, clip_norm=0.0)
-SHAPES = (Shape(2), Shape(4), Shape(7, mlp=False), Shape(1, attention=False), Shape(4), Shape(2))
+SHAPES = (Shape(2), Shape(4), Shape(7, mlp=False), Shape(1, attention=False), Shape(4), Shape(2), Shape(3))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def datums(loss: str, seed: int, lengths: tuple[int, ...] = (5, 12, 7)) -> list[
             "weights": random.uniform(-1, 2, targets.shape),
             "logprobs": random.uniform(-4, -3, targets.shape),
             "advantages": random.normal(size=targets.shape),
+            "sequence_ratio_mask": np.arange(count)[:, None] >= 2,
         }
         found.append(Datum(tokens, targets, {x: values[x].astype(np.float32) for x in LOSSES[loss].inputs}))
     return found

@@ -3,7 +3,7 @@ test_kills.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(root: Path, model: Path, **of: Any) -> Iterator[tuple[TestClient, Server, Killed]]:
+def serving(
+    root: Path, model: Path, teachers: Mapping[str, Path] | None = None, **of: Any
+) -> Iterator[tuple[TestClient, Server, Killed]]:
     """Starts a server in a directory. What it gives last kills it: nothing reaches the disk any more."""
-    host = TrainerHost("torch", TrainerConfig(model=ModelConfig(path=str(model)), row_length=64, **of))
     thread = OneThread("tinker")
-    samplers = Samplers(host, thread, load_tokenizer(model), 4)
-    server = Server(host, thread, samplers, BASE, root / "checkpoints", root / "working", Journal(root))
+
+    def samplers_of(path: Path) -> Samplers:
+        host = TrainerHost("torch", TrainerConfig(model=ModelConfig(path=str(path)), row_length=64, **of))
+        return Samplers(host, thread, load_tokenizer(path), 4)
+
+    samplers, others = samplers_of(model), {name: samplers_of(path) for name, path in (teachers or {}).items()}
+    places = root / "checkpoints", root / "working"
+    server = Server(samplers.host, thread, samplers, BASE, *places, Journal(root), others)
     try:
         check_base(server)
         made = application(server, [OURS])
@@ -61,7 +68,8 @@ def serving(root: Path, model: Path, **of: Any) -> Iterator[tuple[TestClient, Se
                 thread.close()
 
             yield client, server, kill
-            client.portal.call(samplers.close)
+            for one in (samplers, *others.values()):
+                client.portal.call(one.close)
     finally:
         thread.close()
         server.journal._file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ pytest.importorskip("areal_x_torch")
 
 from starlette.testclient import TestClient
 
+from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.runtime.thread import OneThread
 from areal_x.testing.models import CHARACTERS, write_model
-from areal_x.tinker import app, futures, reading, wire
+from areal_x.tinker import app, datums, futures, reading, wire
 from areal_x.tinker.account import Server, owner_of
 from areal_x.tinker.app import ROUTES, application
 from areal_x.tinker.host import TrainerHost
@@ -201,6 +203,30 @@ def test_samples_are_of_the_weights_that_were_saved_and_end_with_a_text(client: 
     assert sample(3, stop=[tokens[1]])["sequences"][0]["tokens"] == tokens[:2]
 
 
+def test_an_inflight_sampler_has_the_newest_weights_that_were_saved_for_one(client: TestClient) -> None:
+    model = Trained(client)
+
+    def sampler(number: int, kind: str) -> str:
+        saved: str = model.do("save_weights_for_sampler", sampling_session_seq_id=number, kind=kind)["sampling_session_id"]
+        return saved
+
+    def scores(of: str, number: int) -> Any:
+        prompt = {"prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}
+        sent = post(client, "asample", sampling_session_id=of, seq_id=number, **prompt)
+        return pytest.approx(result(client, sent)["prompt_logprobs"][1:], abs=1e-5)
+
+    moving, fixed = sampler(0, "inflight"), sampler(1, "snapshot")
+    before = scores(moving, 0)
+    assert scores(fixed, 0).expected == before
+    model.step(0.05)
+    assert scores(moving, 1).expected == before  # nothing was saved since
+    after = scores(sampler(2, "inflight"), 0)
+    assert after.expected != before
+    assert (scores(moving, 2).expected, scores(fixed, 1).expected) == (after, before)
+    wrong = {"model_id": model.id, "seq_id": 9, "sampling_session_seq_id": 9, "kind": "moving"}
+    assert "one of snapshot, inflight" in post(client, "save_weights_for_sampler", OURS, 400, **wrong)["error"]
+
+
 def test_the_most_likely_and_the_named_tokens_of_a_prompt_have_log_probabilities(client: TestClient, trained: Trained) -> None:
     sampler = trained.do("save_weights_for_sampler", sampling_session_seq_id=4)["sampling_session_id"]
     everything = [*range(44)] * 9
@@ -246,16 +272,18 @@ def chars(tokens: list[int]) -> list[str]:
     return [("<pad>", "<end>", *CHARACTERS)[token] for token in tokens]
 
 
-def written(loss: str = "cross_entropy", forward_only: bool = True, **of: Any) -> bytes:
+def written(loss: str = "cross_entropy", forward_only: bool = True, spans: bytes = b"", **of: Any) -> bytes:
     def array(x: Any, dtype: int, kind: str) -> bytes:
         values = np.array(x)
         return wire.block(1, values.astype(kind).tobytes()) + wire.integer(3, dtype) + wire.integer(4, len(values))
 
     inputs = wire.entry(2, "target_tokens", wire.block(2, array(TOKENS[1:], 2, "<i8")))
-    inputs += wire.entry(2, "weights", wire.block(2, array([1.0] * 9, 1, "<f4")))
+    names = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
+    for name in names:
+        inputs += wire.entry(2, name, wire.block(2, array([1.0] * 9, 1, "<f4")))
     chunk = wire.block(1, wire.block(1, np.array(TOKENS[:-1], "<i4").tobytes()))
     ids = wire.block(1, of["model_id"]) + wire.integer(2, of["seq_id"])
-    return ids + wire.block(3, wire.block(1, chunk) + inputs) + wire.block(4, loss) + wire.integer(6, forward_only)
+    return ids + wire.block(3, wire.block(1, chunk) + inputs + spans) + wire.block(4, loss) + wire.integer(6, forward_only)
 
 
 def test_protocol_buffers_and_json_say_the_same(client: TestClient, trained: Trained) -> None:
@@ -275,11 +303,30 @@ def test_protocol_buffers_and_json_say_the_same(client: TestClient, trained: Tra
     np.testing.assert_array_equal(logprobs, np.float32(expected["loss_fn_outputs"][0]["logprobs"]["data"]))
 
 
+def span(field: int, length: int) -> bytes:
+    """Of a datum's targets: a run of tokens of a prompt (1), or of sampled ones (2)."""
+    return wire.block(4, wire.block(field, wire.block(1, "x") + wire.integer(3, length)))
+
+
+def test_a_loss_of_samples_counts_the_targets_that_provenance_names_as_sampled() -> None:
+    def read(loss: str, spans: bytes) -> Any:
+        return datums.read_forward_backward(True, written(loss, spans=spans, model_id="m", seq_id=1), False).datums[0].inputs
+
+    spans = span(1, 3) + span(2, 4) + span(1, 1) + span(2, 1)
+    found = read("stable_reinforce", spans)
+    assert found["sequence_ratio_mask"][:, 0].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 1]
+    assert set(read("ppo", spans)) == {"logprobs", "advantages"}
+    for wrong, why in ((b"", "has no provenance"), (span(2, 8), "the shape [8]"), (span(1, 2**40), "more than")):
+        with pytest.raises(UserError, match=re.escape(why)):
+            read("stable_reinforce", wrong)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "loss": ({"data": [datum()], "loss_fn": "cross_entrop"}, "did you mean 'cross_entropy'"),
     "config": ({"data": [datum()], "loss_fn": "cross_entropy", "loss_fn_config": {"beta": 1}}, "no setting 'beta'"),
     "inputs": ({"data": [datum()], "loss_fn": "ppo"}, "lacks logprobs"),
     "no data": ({"data": [], "loss_fn": "ppo"}, "no data"),
+    "sampled": ({"data": [datum()], "loss_fn": "stable_reinforce"}, "lacks logprobs"),
     "length": ({"data": [datum(TOKENS)], "loss_fn": "cross_entropy"}, "needs a target"),
     "negative": ({"data": [datum([-1, *TOKENS[2:]])], "loss_fn": "cross_entropy"}, "from 0 to"),
     "infinite": ({"data": [datum(weights=[1e39] + [0.0] * 8)], "loss_fn": "cross_entropy"}, "not finite"),

@@ -15,6 +15,7 @@ from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, Train
 from areal_x.testing.models import write_model
 from areal_x.tinker.data import Datum
 from areal_x.tinker.host import TrainerHost
+from areal_x.tinker.losses import LOSSES as NAMED
 from areal_x.tinker.models import Model, Shape, Source
 from tests.tinker.by_hand import LOSSES, ByHand
 
@@ -54,16 +55,16 @@ def datums(width: int = 1, seed: int = 0) -> list[Datum]:
         targets[:, 1:] = random.integers(2, 40, (count, width - 1))
         inputs = {
             "weights": random.uniform(-1, 2, targets.shape),
-            "logprobs": random.uniform(-4, -3, targets.shape),
+            "logprobs": random.uniform(-5, -3, targets.shape),
             "advantages": random.normal(size=targets.shape),
+            "sequence_ratio_mask": np.arange(count)[:, None] >= np.full(targets.shape, 2),
         }
         found.append(Datum(tokens, targets, {name: x.astype(np.float32) for name, x in inputs.items()}, width == 1))
     return found
 
 
 def of_loss(loss: str, some: list[Datum]) -> list[Datum]:
-    names = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
-    return [replace(x, inputs={name: x.inputs[name] for name in names}) for x in some]
+    return [replace(x, inputs={name: x.inputs[name] for name in NAMED[loss].inputs}) for x in some]
 
 
 def adapter_of(host: TrainerHost, model: Model, directory: Path) -> dict[str, np.ndarray]:
