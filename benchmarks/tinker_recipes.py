@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from examples.tinker.world import CONTEXT, NAME, write
+from examples.tinker.world import CONTEXT, NAME, hub_of, write
 from tests.tinker.test_client import PYTHON, serving
 
 Curves = dict[str, list[float]]  # of each recipe
@@ -72,7 +72,7 @@ def has_cookbook() -> bool:
 def run(place: Path, environment: Mapping[str, str], recipe: str, **settings: Any) -> list[dict[str, float]]:
     """Runs a recipe in the directory of its data and returns what it logged. Raises: RuntimeError."""
     assert PYTHON is not None
-    clean = {name: x for name, x in environment.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    clean = {name: x for name, x in environment.items() if name != "PYTHONPATH"} | hub_of(place)
     log = place / recipe
     command = [PYTHON, "-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={NAME}", f"log_path={log}"]
     command += [f"{name}={x}" for name, x in settings.items()]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from examples.tinker.world import CHARACTERS, SHAPE
+from examples.tinker.world import CHARACTERS, SHAPE, hub_of
 from examples.tiny import model as tiny
 from tests.tinker.test_client import PYTHON, serving
 
@@ -122,7 +122,7 @@ def main() -> None:
             options = ["--backend", given.backend, "--context", str(CONTEXT), "--slots", "32"]
             options += [x for teacher in teachers for x in ("--teacher", teacher)]
             with serving(place, name, *options) as environment:
-                own = {**os.environ, **environment, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(cookbook)}
+                own = {**os.environ, **environment, **hub_of(place), "PYTHONPATH": str(cookbook)}
                 own |= {"HOME": directory, "TINKER_COOKBOOK_RUNS_DIR": str(place / "runs"), "TMPDIR": directory}
                 own["PATH"] = os.pathsep.join([str(place / "bin"), str(Path(PYTHON).parent), os.environ["PATH"]])
                 command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={cookbook}"]

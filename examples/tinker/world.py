@@ -7,9 +7,9 @@ CPU: a directory with a model and data sets under the names that the recipes loo
     Anthropic/hh-rlhf              "2" is chosen, "3" rejected              preference.dpo.train
     zwhe99/DeepMath-103K           questions without answers                distillation.on_policy_distillation
 
-Run a recipe with the directory as its working directory and HF_HUB_OFFLINE=1: names of data sets and
-tokenizers are then those directories. Names of models must be those of real ones, which decide on the
-format of conversations.
+Run a recipe with the directory as its working directory and the variables of `hub_of`: names of data
+sets and tokenizers are then those directories. Names of models must be those of real ones, which
+decide on the format of conversations.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ LENGTH, ROWS, STEPS = 256, 5, 80
 BEGINNING = "\n\nAssistant:"
 ENDING = "\n\nUser:"  # a completion stops there
 SPLIT = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n---\n"
+
+
+def hub_of(place: Path) -> dict[str, str]:
+    """Returns the environment in which names are directories of `place`. Its cache is there too:
+    `datasets` takes a data set of the same name in another directory for this one."""
+    return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "cache")}
 
 
 def write(place: Path, backend: str = "torch") -> None:
