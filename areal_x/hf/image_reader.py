@@ -225,10 +225,15 @@ def read_each(directory: str, urls: Urls) -> Images:
     return _read_apart(directory, urls)
 
 
-_read_together = ReadOnce(lambda directory, urls: load_image_reader(directory).read(urls), CACHED)
-_read_apart = ReadOnce(
-    lambda directory, urls: joined([read_images(directory, (url,)) for url in urls]), CACHED
-)
+def _read(directory: str, urls: tuple[str, ...]) -> Images:
+    return load_image_reader(directory).read(urls)
+
+
+def _read_one_by_one(directory: str, urls: tuple[str, ...]) -> Images:
+    return joined([read_images(directory, (url,)) for url in urls])
+
+
+_read_together, _read_apart = ReadOnce(_read, CACHED), ReadOnce(_read_one_by_one, CACHED)
 
 
 def read_prompt_images(tokenizer: Any, prompt: str | Sequence[Message]) -> Images | None:
