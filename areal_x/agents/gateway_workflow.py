@@ -14,7 +14,7 @@ from areal_x.agents.chat.server_renderer import ServerRenderer
 from areal_x.agents.gateway.gateway import Gateway
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionLimits
-from areal_x.errors import UserError, one_of
+from areal_x.errors import ConfigError, UserError, one_of
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.runtime.credentials import write_address
@@ -42,7 +42,7 @@ class LazyGateway:
             if self._started:
                 return
             self._started = True
-            await self.gateway.start()
+            await self.gateway.start(self.renderer)
             if address is not None:
                 write_address(address, self.gateway.url, self.gateway.key)
 
@@ -70,6 +70,12 @@ class GatewayWorkflow(Workflow):
     def setup(self: H, tokenizer: Any) -> H:
         """Raises: UserError for a tokenizer without an end token, and as Gateway.prepare."""
         one_of("rendering", self.rendering, RENDERING)
+        if self.rendering == "server" and self.gateway.workers:
+            raise ConfigError(
+                "gateway.workers",
+                self.gateway.workers,
+                "0 with rendering = 'server': the vLLM servers render then",
+            )
         self.gateway.prepare()
         by_template = tokenizer.chat_template is not None
         host = LazyGateway(

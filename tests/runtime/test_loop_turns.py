@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 
-from areal_x.agents.chat.dialogue import ChatRequest
+from areal_x.agents.chat.dialogue import ChatEngine, ChatRequest
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.agents.environment import Environment
 from areal_x.agents.gateway import Gateway
@@ -457,10 +457,10 @@ def test_a_tree_of_many_branches_becomes_trajectories_in_short_turns(watched):
     class Plays(GatewayWorkflow):
         async def run(self, task, engine):
             with await self.open(engine) as session:
+                ask = ChatEngine(session.renderer, session.engine)
                 for number in range(100):
-                    ask = session.chat_engine
                     await ask.answer(branch(number), str(number))
-                for call in session.chat_engine.calls:
+                for call in ask.calls:
                     session.state.begin([call.id], 0)
                     session.state.finish(call, 0)
                 return await self.episode(session, Scored(1.0))

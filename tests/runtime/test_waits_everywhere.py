@@ -38,6 +38,7 @@ AT_ONCE = "ends at once: what it asks for is there, or it asks without waiting, 
 TEST = "a test, and no part of a run"
 PAGE = "of a page about runs, in a process of its own, which no run waits for"
 CLIENTS = "of the server of Tinker clients, in a process of its own, which no run waits for"
+SERVED = "of a worker process of the gateway, which no run waits for"
 OURS_TO_END = "waits for something to do, on a task or thread that its owner ends"
 
 REWARD, SERVER, STEP, AGENT = "its reward", "the server at {} to answer {}", "the trainer's step {}", "its agent"
@@ -117,8 +118,19 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/embedded.py EmbeddedEngine.put_adapter: await future": CLIENTS,
     "engines/embedded.py EmbeddedEngine.swap: await future": Inside("the engine to take version {}"),
     "agents/gateway/http.py with_errors.endpoint: await handler": Inside(CALL),
-    "agents/gateway/session.py GatewaySession._answer: await work": Inside(CALL),
-    "agents/gateway/session.py GatewaySession.answers: async with asyncio.TaskGroup": Inside(CALL),
+    "agents/gateway/answering.py answered: async with asyncio.TaskGroup": Inside(CALL),
+    "agents/gateway/answering.py answered: task.result()": AT_ONCE,
+    "agents/gateway/channel.py Channel._finish: await work": Inside(CALL),
+    "agents/gateway/channel.py Channel.call: await future": SERVED,  # and of the run, see Workers.open_clients
+    "agents/gateway/channel.py Channel.open: await asyncio.get_running_loop().create_connection": AT_ONCE,
+    "agents/gateway/session.py GatewaySession.generate: await work": Inside(CALL),
+    "agents/gateway/worker.py open_clients: await asyncio.sleep": SERVED,
+    "agents/gateway/worker.py serve_requests: await server.ready.wait": SERVED,
+    "agents/gateway/worker.py serve_requests: await serving": SERVED,
+    "agents/gateway/workers.py Worker.keep: await self._lost.wait": OURS_TO_END,
+    "agents/gateway/workers.py Worker.keep: await self._process.wait": AT_ONCE,  # it has closed its end of the channel
+    "agents/gateway/workers.py Workers.close: await asyncio.gather": Inside("the gateway to end"),
+    "agents/gateway/workers.py Workers.open_clients: await asyncio.gather": Bounded("CLIENTS_SECONDS"),
     "agents/gateway/connections.py GatewayServer._accept: await asyncio.sleep": OURS_TO_END,
     "agents/gateway/connections.py GatewayServer._connect: await asyncio.get_running_loop().connect_accepted_socket": Bounded(
         "REQUEST_SECONDS"
@@ -128,7 +140,6 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "agents/board.py Board.lease_for: offer.taken.result()": AT_ONCE,
     "agents/gateway/connections.py GatewayServer._accept: await loop.sock_accept": OURS_TO_END,
     "agents/gateway/connections.py GatewayServer.shutdown: await asyncio.gather": AT_ONCE,
-    "agents/gateway/session.py GatewaySession.answers: task.result()": AT_ONCE,
     "agents/gateway/gateway.py Gateway.open_waiting: await self.on_open": Inside("the gateway to serve"),
     "agents/gateway/gateway.py Gateway.start: self._server.ready.wait()": Inside("the gateway to serve"),
     "agents/gateway/gateway.py Gateway.start: self._serving.result()": AT_ONCE,

@@ -13,7 +13,13 @@ from jaxtyping import Int32
 
 from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.parsing import Reply
-from areal_x.agents.chat.prompts import CachedReply, ReplyCache, build_prompt
+from areal_x.agents.chat.prompts import (
+    CachedReply,
+    ReplyCache,
+    ReplyMemory,
+    build_prompt,
+    reply_key,
+)
 from areal_x.agents.chat.rendering import Renderer, text_content
 from areal_x.protocols.engine import Completion, Request, SamplingParams, max_new_tokens
 from areal_x.protocols.workflow import Generator
@@ -60,13 +66,16 @@ class ChatEngine:
     text is tokenised twice.
 
     Belongs to one episode. calls: every completion so far, in the order in which they finished.
+    memory: where the episode's replies are kept, by default in this object.
     """
 
-    def __init__(self, renderer: Renderer, engine: Generator) -> None:
+    def __init__(
+        self, renderer: Renderer, engine: Generator, memory: ReplyMemory | None = None
+    ) -> None:
         self.renderer = renderer
         self.engine = engine
         self.calls: list[Call] = []
-        self._memory = ReplyCache()
+        self._memory = ReplyCache() if memory is None else memory
 
     async def answer(self, request: ChatRequest, id: str | None = None) -> ChatAnswer:
         """Returns the reply to a request, and records it in `calls` under `id` (by default a
@@ -110,7 +119,8 @@ class ChatEngine:
                 begun,
                 ended=completion.finish_reason == "stop" and stopped_by is None,
             )
-            await inline_or_in_pool(estimate_characters(before), self._memory.add, before, held)
+            key = await inline_or_in_pool(estimate_characters(before), reply_key, before, held)
+            await self._memory.add(key, held)
         return ChatAnswer(prompt.tokens, completion, reply, stopped_by, prompt.images)
 
 

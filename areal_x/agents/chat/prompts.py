@@ -19,9 +19,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -71,32 +71,54 @@ class CachedReply:
     ended: bool = True
 
 
-class ReplyCache:
-    """The replies of one episode, found by the conversation that led to them and their own content.
+# the replies of an episode by their keys, each with its reasoning
+Replies = dict[bytes, tuple[str | None, Any]]
+
+
+class ReplyMemory(Protocol):
+    """The replies of one episode, found by the conversation that led to them and their own content
+    (see `keys`), in this process or another.
 
     Messages are equal if they differ only in the ids of tool calls, the spelling of JSON arguments,
     keys without a value, or spaces around an assistant's content. A reply whose reasoning the agent
     dropped is also equal, and gets it back: the template decides whether it is shown.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[bytes, CachedReply] = {}
+    async def add(self, key: bytes, held: CachedReply) -> None: ...
 
-    def add(self, messages: Sequence[Message], held: CachedReply) -> None:
-        """messages: the conversation that the reply answers, without the reply."""
-        reply = {**held.reply.message(), "content": held.begun + (held.reply.content or "")}
-        self._held[keys((*messages, reply))[-1]] = held
+    async def reasonings(self, keys: Sequence[bytes]) -> dict[int, str | None]:
+        """Returns the reasoning of each reply among the messages with these keys, by its index."""
+        ...
 
-    def find(self, messages: Sequence[Message]) -> dict[int, CachedReply]:
-        """Returns the replies among these messages, by index."""
-        return {
-            place: self._held[key] for place, key in enumerate(keys(messages)) if key in self._held
-        }
+    async def get(self, key: bytes) -> CachedReply:
+        """Returns a reply that `reasonings` found."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReplyCache:
+    """The replies in this process."""
+
+    replies: Replies = field(default_factory=dict)
+
+    async def add(self, key: bytes, held: CachedReply) -> None:
+        self.replies[key] = held.reply.reasoning, held
+
+    async def reasonings(self, keys: Sequence[bytes]) -> dict[int, str | None]:
+        return reasonings_of(self.replies, keys)
+
+    async def get(self, key: bytes) -> CachedReply:
+        held: CachedReply = self.replies[key][1]
+        return held
+
+
+def reasonings_of(replies: Replies, keys: Sequence[bytes]) -> dict[int, str | None]:
+    return {place: replies[key][0] for place, key in enumerate(keys) if key in replies}
 
 
 async def build_prompt(
     renderer: Renderer,
-    memory: ReplyCache,
+    memory: ReplyMemory,
     messages: Sequence[Message],
     tools: Tools = (),
     template: Mapping[str, Any] | None = None,
@@ -111,14 +133,17 @@ async def build_prompt(
     """
     template = template or {}
     images = await images_of(renderer, messages)
-    found = await inline_or_in_pool(estimate_characters(messages), memory.find, messages)
+    digests = await inline_or_in_pool(estimate_characters(messages), keys, messages)
+    found = await memory.reasonings(digests)
     whole = [
-        _with_reasoning(message, found[place].reply) if place in found else message
+        {**message, "reasoning_content": reasoning}
+        if (reasoning := found.get(place)) is not None
+        else message
         for place, message in enumerate(messages)
     ]
     text = await renderer.rendered(whole, tools, template, continue_final)
     for place in sorted(found, reverse=True)[:MOST_REPLIES]:
-        held = found[place]
+        held = await memory.get(digests[place])
         later = await images_of(renderer, whole[place + 1 :])
         rest = await _after(
             renderer, held, whole, place, text, tools, template, continue_final, most, later
@@ -188,6 +213,12 @@ def keys(messages: Sequence[Message]) -> list[bytes]:
     return made
 
 
+def reply_key(messages: Sequence[Message], held: CachedReply) -> bytes:
+    """Returns the key of a reply. messages: the conversation that it answers, without it."""
+    reply = {**held.reply.message(), "content": held.begun + (held.reply.content or "")}
+    return keys((*messages, reply))[-1]
+
+
 def normal(message: Message) -> dict[str, Any]:
     """Returns the part of a message that identifies it. An invalid message gets a key too: it is
     refused when it is rendered."""
@@ -226,10 +257,6 @@ def _normal_call(call: Any) -> Any:
         with suppress(ValueError):
             arguments = json_bounds.loads(arguments)
     return [function.get("name"), arguments]
-
-
-def _with_reasoning(message: Message, reply: Reply) -> Message:
-    return message if reply.reasoning is None else {**message, "reasoning_content": reply.reasoning}
 
 
 def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]]:

@@ -148,7 +148,11 @@ class GatewayServer(uvicorn.Server):
 
     def is_open(self, client: tuple[str, int] | None) -> bool:
         """Returns True if the connection of this client's address is open."""
-        return any(connection.client == client for connection in self._connections())
+        return client in self.clients()
+
+    def clients(self) -> list[tuple[str, int]]:
+        """Returns the addresses of the open connections."""
+        return [made.client for made in self._connections() if made.client is not None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])

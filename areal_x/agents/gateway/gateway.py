@@ -1,4 +1,4 @@
-"""The gateway: the run's own HTTP server, on the event loop of its rollout."""
+"""The gateway: the run's own HTTP server, on the event loop of its rollout or in worker processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from areal_x.agents.gateway.app import application
 from areal_x.agents.gateway.connections import GatewayServer
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.network import LOOPBACK, Encryption, Network, key_in
+from areal_x.agents.gateway.record import OwnHost
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionKeys, SessionLimits, same
 from areal_x.agents.gateway.work import WorkSource
+from areal_x.agents.gateway.worker import described
+from areal_x.agents.gateway.workers import Workers
 from areal_x.errors import UserError, one_of, positive, within
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import Generator
 from areal_x.runtime import background
+from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
 
 ASK_AGAIN_SECONDS = 1.0
+MOST_WORKERS = 64
 
 # takes the label that the agent gave, if any
 OnOpen = Callable[[str | None], Awaitable[GatewaySession | None]]
@@ -53,6 +58,9 @@ class Gateway:
         key_variable: Name of the environment variable with the gateway's own key, which opens
             sessions and takes episodes; by default it is random, and in the address file.
         beat_seconds: Seconds between keep-alive events of a stream that waits for its completion.
+        workers: Processes that serve requests, for many agents or long conversations; 0 has the
+            run's own process serve them, on the event loop of its rollout. Sessions, keys and calls
+            stay in the run's process.
         on_open: Returns the session of an agent that requests one with the gateway's own key (POST
             /sessions), or None while there is none; without it agents cannot request sessions.
         on_work: Where workers get episodes from, with the same key (POST /work); None if this run
@@ -71,12 +79,14 @@ class Gateway:
         networks: tuple[str, ...] = (),
         key_variable: str = "",
         beat_seconds: float = 10.0,
+        workers: int = 0,
         on_open: OnOpen | None = None,
         on_work: WorkSource | None = None,
     ) -> None:
         one_of("gateway.sampling", sampling, ("run", "client"))
         within("gateway.port", port, 0, 65535)
         positive("gateway.beat_seconds", beat_seconds)
+        within("gateway.workers", workers, 0, MOST_WORKERS)
         self.sampling = sampling
         self.network = Network(
             host=host,
@@ -89,6 +99,7 @@ class Gateway:
         self.port = port
         self.key_variable = key_variable
         self.beat_seconds = beat_seconds
+        self.workers = workers
         self.on_open = on_open
         self.on_work = on_work
         self.key = secrets.token_urlsafe(32)  # may open sessions and take episodes, nothing else
@@ -97,6 +108,8 @@ class Gateway:
         self._encryption: Encryption | None = None
         self._server: GatewayServer | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._workers: Workers | None = None
+        self._renderer: Renderer | None = None  # the workers'
 
     @property
     def url(self) -> str:
@@ -110,10 +123,16 @@ class Gateway:
         if self.key_variable:
             self.key = key_in(self.key_variable)
 
-    async def start(self) -> None:
-        """Returns once the gateway accepts requests. Raises: UserError if the port is taken, and as
+    async def start(self, renderer: Renderer | None = None) -> None:
+        """Returns once the gateway accepts requests. renderer: of all sessions, which worker
+        processes need. Raises: UserError if the port is taken or a worker cannot start, and as
         `prepare`."""
         self.prepare()
+        about = {}
+        if self.workers:
+            if renderer is None:
+                raise UserError("gateway.workers needs the renderer of its sessions at the start")
+            about = await in_thread(described, renderer)
         host = self.network.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -132,8 +151,13 @@ class Gateway:
                 " one"
             ) from error
         self.port = listener.getsockname()[1]
+        if self.workers:
+            self._renderer = renderer
+            self._workers = Workers(self, listener, about)
+            await self._workers.start()
+            return
         self._server = GatewayServer(
-            application(self), listener, self._encryption, self.network.admits
+            application(OwnHost(self)), listener, self._encryption, self.network.admits
         )
         self._serving = background.start(self._server.serve(), "the gateway")
         ready = asyncio.create_task(self._server.ready.wait())
@@ -155,6 +179,8 @@ class Gateway:
         engine: the episode's view of it. sampling: the run's, with the tokens that end a
         completion.
         """
+        if self._workers is not None and renderer is not self._renderer:
+            raise UserError("a gateway with workers has the one renderer that it was started with")
         id = secrets.token_hex(8)
         key = secrets.token_urlsafe(32)
         session = GatewaySession(
@@ -180,7 +206,9 @@ class Gateway:
             self._server.should_exit = True
             with waiting("the rollout", "the gateway to end"):
                 await self._serving
-        self._server = self._serving = None
+        if self._workers is not None:
+            await self._workers.close()
+        self._server = self._serving = self._workers = None
 
     def is_open(self, client: tuple[str, int] | None) -> bool:
         """Returns True if this client's connection is open; for the routes."""
@@ -189,6 +217,11 @@ class Gateway:
     def find(self, name: str | None, keys: list[str]) -> GatewaySession:
         """See SessionKeys.find; for the routes."""
         return self._keys.find(name, keys)
+
+    def session(self, id: str) -> GatewaySession:
+        """Returns an open session that `find` returned before; for worker processes. Raises:
+        ApiError once it is closed."""
+        return self._keys.named(id)
 
     def admit(self, keys: list[str]) -> None:
         """Raises: ApiError unless the client may request a session; for the routes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -162,10 +162,9 @@ class ResponseRequest(ApiRequest):
 class Responses:
     """One request. See `exchange.Exchange`.
 
-    id: of the response. created: seconds of Unix time. text: decodes tokens, for their
-    log-probabilities. earlier: conversations that `previous_response_id` may continue, by the ids
-    of their last responses. Raises: ApiError or pydantic's ValidationError for a body that cannot
-    be served.
+    parsed: the body. id: of the response. created: seconds of Unix time. text: decodes tokens, for
+    their log-probabilities. earlier: the conversation that `previous_response_id` continues; None
+    if there is none. Raises: ApiError for a body that cannot be served.
     """
 
     count = 1
@@ -173,15 +172,14 @@ class Responses:
 
     def __init__(
         self,
-        body: bytes,
+        parsed: ResponseRequest,
         id: str,
         created: int,
         text: Text,
-        earlier: Mapping[str, Sequence[Message]],
+        earlier: Sequence[Message] | None,
     ) -> None:
-        parsed = ResponseRequest.read(body)
         before = parsed.previous_response_id
-        if before is not None and before not in earlier:
+        if before is not None and earlier is None:
             raise ApiError(
                 400,
                 f"this session keeps no response {before!r}",
@@ -203,7 +201,7 @@ class Responses:
             if isinstance(parsed.input, str)
             else parsed.input
         )
-        self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
+        self.messages = (*(earlier or ()), *messages_of(items))
         # the tools by the names that the model is shown
         self.tools = {
             full_name(tool.name, space): (space, tool) for space, tool in self._own_tools()

@@ -6,30 +6,23 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_x.agents.chat.calls import Call
-from areal_x.agents.chat.dialogue import ChatAnswer, ChatEngine, ChatRequest
+from areal_x.agents.chat.prompts import Replies
 from areal_x.agents.chat.rendering import Renderer
-from areal_x.agents.gateway.content import IMAGES, without_images
+from areal_x.agents.gateway.content import IMAGES
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.exchange import (
-    CallAnswer,
-    Exchange,
-    RequestedSampling,
-    sampling_for,
-    unmet_constraints,
-)
-from areal_x.agents.gateway.retries import SentAnswers
+from areal_x.agents.gateway.exchange import CallAnswer, RequestedSampling, sampling_for
+from areal_x.agents.gateway.retries import Attempt, Client, SentAnswer, SentAnswers
 from areal_x.agents.gateway.session_state import SessionLimits, SessionState, over
 from areal_x.agents.json_checks.schemas import CheckedSchemas
-from areal_x.protocols.engine import EngineError, SamplingParams
+from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.protocols.workflow import Generator
-from areal_x.rollout.episode import first_of
 from areal_x.runtime.waits import waiting, whose
-from areal_x.types import Message, Outcome, Scored
+from areal_x.types import Outcome, Scored
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,12 +30,23 @@ MOST_STORED = 256  # responses, each with its request
 IGNORED = "ignored "  # before the names among those that were logged
 
 
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response of the responses API. id: its own. body: as JSON. conversation: what a request with
+    this id continues; a worker process encodes it."""
+
+    id: str
+    body: bytes
+    conversation: Any
+
+
 class GatewaySession:
-    """One episode of an agent, as the workflow holds it. A context manager that closes itself.
+    """One episode of an agent, as the workflow holds it: the only record of its calls, wherever
+    their requests are parsed and answered. A context manager that closes itself.
 
     id, key, url: what the agent receives; base_url: for its client (an OpenAI client uses base_url,
-    an Anthropic one url). conversations: of the responses that the responses API stores, by id; stored: the latest of
-    these responses.
+    an Anthropic one url). replies: the policy's, with which later prompts begin. conversations: of
+    the responses that the responses API stores, by id; stored: the latest of these responses.
     overruled: how often the agent requested other sampling or other tool calls than it got, by
     parameter. ignored: how many requests held a parameter, or a part of a message, that has no
     effect because nobody here knows it or the model cannot be shown it. All methods belong to the gateway's event loop.
@@ -70,10 +74,10 @@ class GatewaySession:
         self.renderer = renderer
         self.sampling = sampling
         self.limits = limits
-        self.chat_engine = ChatEngine(renderer, engine)
+        self.replies: Replies = {}
         self.state = SessionState(limits, _now())
-        self.conversations: dict[str, tuple[Message, ...]] = {}
-        self.stored: OrderedDict[str, tuple[Exchange, Sequence[CallAnswer]]] = OrderedDict()
+        self.conversations: dict[str, Any] = {}
+        self.stored: OrderedDict[str, bytes] = OrderedDict()
         self.overruled: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.schemas = CheckedSchemas()
@@ -81,7 +85,8 @@ class GatewaySession:
         self._policy = policy
         self._warned = warned
         self._closed = closed
-        self._running: set[asyncio.Future[ChatAnswer]] = set()
+        self._running: set[asyncio.Future[Completion]] = set()
+        self._made: dict[str, Call] = {}  # calls that have a completion and are not finished
         self._changed = asyncio.Event()
         self._lost: EngineError | None = None
 
@@ -148,15 +153,9 @@ class GatewaySession:
             self._warned.update(IGNORED + name for name in fresh)
             LOG.warning("an agent sent what has no effect here: %s (logged once)", ", ".join(fresh))
 
-    def store(self, id: str, exchange: Exchange, answers: Sequence[CallAnswer]) -> None:
-        """Keeps a response to be retrieved by its id, until many others were."""
-        self.stored[id] = exchange, answers
-        if len(self.stored) > MOST_STORED:
-            self.stored.popitem(last=False)
-
-    def complete(self, chat_request: ChatRequest, requested: RequestedSampling) -> ChatRequest:
-        """Returns the request with the sampling that the run allows. Parameters that it overrules
-        are counted, and logged once per run."""
+    def allow(self, requested: RequestedSampling) -> SamplingParams:
+        """Returns the sampling that the run allows. Parameters that it overrules are counted, and
+        logged once per run."""
         chosen, overruled = sampling_for(self.sampling, requested, self._policy)
         self.overruled.update(overruled)
         for name in sorted(set(overruled) - self._warned):
@@ -169,40 +168,117 @@ class GatewaySession:
                 getattr(chosen, name),
                 self._policy,
             )
-        return replace(self.shown(chat_request), sampling=chosen)
+        return chosen
 
-    def shown(self, chat_request: ChatRequest) -> ChatRequest:
-        """Returns the request with notices in place of images if the model reads none."""
-        if self.renderer.sees_images:
-            return chat_request
-        return replace(chat_request, messages=tuple(without_images(chat_request.messages)))
+    def count_unmet(self, unmet: Mapping[str, str]) -> None:
+        """Counts constraints that a reply does not meet, each with what was requested, and logs them
+        once per run."""
+        self.overruled.update(list(unmet))
+        for name in set(unmet) - self._warned:
+            self._warned.add(name)
+            LOG.warning(
+                "an agent requested %s = %.200s, which the model did not follow (logged once)",
+                name,
+                unmet[name],
+            )
 
-    async def answers(self, chat_request: ChatRequest, ids: Sequence[str]) -> list[CallAnswer]:
-        """Returns as many completions as there are ids, and records them as calls once all have
-        finished.
-
-        Raises: ApiError because of limits, the session's end, or an aborted completion; what the
-        chat engine raises.
-        """
+    def begin(
+        self,
+        ids: Sequence[str],
+        attempt: Attempt,
+        requested: RequestedSampling,
+        ignored: Iterable[str],
+    ) -> SamplingParams:
+        """Starts the calls of a request, and returns how they are sampled. Raises: ApiError because
+        of limits or the session's end."""
+        self.ignore(ignored)
+        chosen = self.allow(requested)
+        self.sent.begin(attempt)
         self._do(self.state.begin, ids)
+        return chosen
+
+    async def generate(self, id: str, request: Request) -> Completion:
+        """Returns the completion of a call that has begun; the end of the session cancels it.
+
+        Raises: ApiError because of the session's end, or an aborted completion; what the engine
+        raises.
+        """
+        if self.outcome is not None:
+            raise over()
+        work = asyncio.ensure_future(self.engine.generate(request))
+        self._running.add(work)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(chat_request, id)) for id in ids]
-            answers = [CallAnswer(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
-            for one in answers:
-                answer = one.answer
-                call = Call(one.id, answer.prompt, answer.completion, images=answer.images)
-                self._do(self.state.finish, call)
-                await self._count_unmet(chat_request, one.answer)
-        except BaseExceptionGroup as errors:
-            error = first_of(errors)
-            if isinstance(error, EngineError):
-                self._lost = error
-                self.state.fail(str(error))
-            raise error from None
+            completion = await work
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self.outcome is not None and current is not None and not current.cancelling():
+                raise over() from None
+            raise
+        except EngineError as error:
+            self._lost = error
+            self.state.fail(str(error))
+            self._changed.set()
+            raise
         finally:
-            self._do(self.state.drop, ids)
-        return answers
+            self._running.discard(work)
+        if completion.finish_reason == "abort":
+            raise ApiError(
+                503, "the engine aborted the completion: try again", "aborted", retry_after=1
+            )
+        self._made[id] = Call(id, request.tokens, completion, images=request.images)
+        return completion
+
+    def finish(
+        self,
+        answers: Sequence[CallAnswer],
+        attempt: Attempt,
+        client: Client | None,
+        stored: StoredResponse | None,
+    ) -> None:
+        """Records the calls of a request, all of which have a completion. Raises: ApiError because
+        of the session's end."""
+        for one in answers:
+            self._do(self.state.finish, self._made.pop(one.id))
+        self.sent.keep(SentAnswer(attempt, answers, client))
+        if stored is None:
+            return
+        self.conversations[stored.id] = stored.conversation
+        self.stored[stored.id] = stored.body
+        if len(self.stored) > MOST_STORED:
+            self.stored.popitem(last=False)
+
+    def forget(self, id: str) -> bool:
+        """Forgets a stored response; False if there is none."""
+        if self.stored.pop(id, None) is None:
+            return False
+        del self.conversations[id]
+        return True
+
+    def about(self) -> dict[str, str]:
+        """Returns what an agent is told that requested the session."""
+        return {"id": self.id, "key": self.key, "url": self.url, "base_url": self.base_url}
+
+    def made(self, id: str) -> Call:
+        """Returns a call that has a completion, whose request is not finished."""
+        return self._made[id]
+
+    def drop(self, ids: Sequence[str]) -> None:
+        """Forgets those of these calls that are not finished. No client reads a response to the
+        others."""
+        for id in ids:
+            self._made.pop(id, None)
+        self.state.unseen(ids)
+        self._do(self.state.drop, ids)
+
+    def find_lost(
+        self, attempt: Attempt, client: Client | None, is_open: Callable[[Client | None], bool]
+    ) -> SentAnswer | None:
+        """Returns the response that this attempt requests again, which is sent to this client; None
+        if there is none. See SentAnswers.find_lost."""
+        found = self.sent.find_lost(attempt, client, is_open)
+        if found is not None:
+            self.state.seen([one.id for one in found.answers])
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Returns the response to GET: counts and numbers, no texts."""
@@ -221,36 +297,6 @@ class GatewaySession:
             "overruled": dict(self.overruled),
             "ignored": dict(self.ignored),
         }
-
-    async def _answer(self, chat_request: ChatRequest, id: str) -> ChatAnswer:
-        work = asyncio.ensure_future(self.chat_engine.answer(chat_request, id))
-        self._running.add(work)
-        try:
-            answer = await work
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self.outcome is not None and current is not None and not current.cancelling():
-                raise over() from None
-            raise
-        finally:
-            self._running.discard(work)
-        if answer.completion.finish_reason == "abort":
-            raise ApiError(
-                503, "the engine aborted the completion: try again", "aborted", retry_after=1
-            )
-        return answer
-
-    async def _count_unmet(self, chat_request: ChatRequest, answer: ChatAnswer) -> None:
-        missed = await unmet_constraints(chat_request, answer.reply)
-        self.overruled.update(missed)
-        for name in set(missed) - self._warned:
-            self._warned.add(name)
-            requested = chat_request.format if name == "format" else chat_request.template[name]
-            LOG.warning(
-                "an agent requested %s = %.200s, which the model did not follow (logged once)",
-                name,
-                requested,
-            )
 
     def _do(self, change: Callable[..., T], *arguments: Any) -> T:
         try:

@@ -222,6 +222,14 @@ class SessionKeys(Generic[T]):
     def things(self) -> list[T]:
         return [entry.thing for entry in self._by_name.values() if entry.thing is not None]
 
+    def named(self, name: str) -> T:
+        """Returns the open session of this name, for a process that found it by a key. Raises:
+        ApiError 409 for any other."""
+        entry = self._by_name.get(name)
+        if entry is None or entry.thing is None:
+            raise over()
+        return entry.thing
+
     def find(self, name: str | None, keys: Sequence[str]) -> T:
         """Returns the session of this name, or of a key alone.
 

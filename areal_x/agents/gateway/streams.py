@@ -33,8 +33,9 @@ class PendingResponse:
 
     work: returns a JSON body, or the events of a stream; cancelled when the client disconnects
     first. refusal: converts an exception of `work`. unsent: called if there was a response and no
-    client to read it. A stream begins with its first event, or, after `beat_seconds`, with `beat`,
-    which is repeated at that interval: so an error that comes soon still has its HTTP status.
+    client to read it; sent: if there was one, as far as is known. A stream begins with its first
+    event, or, after `beat_seconds`, with `beat`, which is repeated at that interval: so an error
+    that comes soon still has its HTTP status.
     """
 
     work: Coroutine[Any, Any, bytes | list[bytes]]
@@ -44,6 +45,7 @@ class PendingResponse:
     stream: bool = False
     beat: bytes = COMMENT
     beat_seconds: float = 10.0
+    sent: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self.work)
@@ -52,8 +54,8 @@ class PendingResponse:
             begun = await self._wait(work, gone, send)
             if work.done():
                 await self._finish(work, begun, send)
-                if gone.done() and not work.exception():
-                    self.unsent()
+                if not work.exception():
+                    (self.unsent if gone.done() else self.sent)()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             work.cancel()

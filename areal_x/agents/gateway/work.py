@@ -87,15 +87,52 @@ class WorkSource(Protocol):
     def give_back(self, id: str) -> bool: ...
 
 
-class WorkHost(Protocol):
-    """The part of a Gateway that these routes use."""
+class Work(Protocol):
+    """A WorkSource as the routes reach it: in the process of the run, or from a worker process.
+    lose: gives back without waiting."""
 
-    def work_for(self, keys: list[str]) -> WorkSource: ...
+    async def take(self, worker: str, seconds: float) -> Assignment | None: ...
+
+    async def renew(self, ids: Sequence[str]) -> list[str]: ...
+
+    async def answer(self, id: str, answer: WorkAnswer) -> bool: ...
+
+    async def give_back(self, id: str) -> bool: ...
+
+    def lose(self, id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class OwnWork:
+    """The source of this process."""
+
+    source: WorkSource
+
+    async def take(self, worker: str, seconds: float) -> Assignment | None:
+        return await self.source.take(worker, seconds)
+
+    async def renew(self, ids: Sequence[str]) -> list[str]:
+        return self.source.renew(ids)
+
+    async def answer(self, id: str, answer: WorkAnswer) -> bool:
+        return self.source.answer(id, answer)
+
+    async def give_back(self, id: str) -> bool:
+        return self.source.give_back(id)
+
+    def lose(self, id: str) -> None:
+        self.source.give_back(id)
+
+
+class WorkHost(Protocol):
+    """The part of a host (areal_x.agents.gateway.record) that these routes use."""
+
+    async def work_for(self, keys: list[str]) -> Work: ...
 
 
 def work_routes(host: WorkHost) -> list[Route]:
     async def take(request: Request) -> ASGIApp:
-        source = host.work_for(keys_of(request))
+        source = await host.work_for(keys_of(request))
         body = WorkBody.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
         taken: list[str] = []
 
@@ -111,24 +148,24 @@ def work_routes(host: WorkHost) -> list[Route]:
 
         def unsent() -> None:
             for lease in taken:
-                source.give_back(lease)
+                source.lose(lease)
 
         return PendingResponse(work(), OPENAI.refusal, unsent)
 
     async def alive(request: Request) -> ASGIApp:
-        source = host.work_for(keys_of(request))
+        source = await host.work_for(keys_of(request))
         body = AliveBody.read(await body_of(request, ANSWER_MEGABYTES))
-        return json_response({"lost": source.renew(body.leases)})
+        return json_response({"lost": await source.renew(body.leases)})
 
     async def answer(request: Request) -> ASGIApp:
-        source = host.work_for(keys_of(request))
+        source = await host.work_for(keys_of(request))
         body = await body_of(request, ANSWER_MEGABYTES)
         given = await inline_or_in_pool(len(body), WorkAnswer.read, body)
-        return json_response({"counts": source.answer(request.path_params["lease"], given)})
+        return json_response({"counts": await source.answer(request.path_params["lease"], given)})
 
     async def give_back(request: Request) -> ASGIApp:
-        source = host.work_for(keys_of(request))
-        return json_response({"counts": source.give_back(request.path_params["lease"])})
+        source = await host.work_for(keys_of(request))
+        return json_response({"counts": await source.give_back(request.path_params["lease"])})
 
     return [
         Route(path, with_errors(handler, OPENAI), methods=["POST"])

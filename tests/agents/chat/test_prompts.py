@@ -302,7 +302,7 @@ def test_replies_are_remembered_by_conversation():
     renderer = TemplateRenderer(tokenizer_of("qwen25"))
     prompt = asyncio.run(build_prompt(renderer, memory, [USER]))
     assert prompt.tokens.tolist() == renderer.encode(prompt.text).tolist()
-    assert memory.find([USER, {"role": "assistant", "content": "x"}]) == {}
+    assert asyncio.run(memory.reasonings(keys([USER, {"role": "assistant", "content": "x"}]))) == {}
 
 
 def spelt_by(tokenizer, messages):

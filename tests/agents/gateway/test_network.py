@@ -15,7 +15,9 @@ import pytest
 
 from areal_x.agents.board import Board
 from areal_x.agents.gateway import Gateway, connections, network
+from areal_x.agents.gateway.app import application
 from areal_x.agents.gateway.network import Network
+from areal_x.agents.gateway.record import OwnHost
 from areal_x.errors import ConfigError, UserError
 from tests.agents.certificates import certificate, needs_openssl
 from tests.agents.gateway.test_gateway import HI, gateway_of  # noqa: F401  (a fixture)
@@ -130,7 +132,7 @@ def trusting(files):
 def everything(served, session):
     """Every route of a gateway that offers all of them, as (method, path)."""
     served.on_open, served.on_work = object(), Board()
-    routes = served._server.config.app.routes
+    routes = application(OwnHost(served)).routes
     parts = {"{session}": session.id, "{model:path}": "policy", "{lease}": session.id}
     for route in routes:
         path = route.path

@@ -12,7 +12,7 @@ from areal_x.agents.chat.dialogue import ChatAnswer
 from areal_x.agents.chat.parsing import Reply, ToolCall
 from areal_x.agents.gateway.exchange import CallAnswer
 from areal_x.agents.gateway.items import Item, messages_of
-from areal_x.agents.gateway.responses import Responses
+from areal_x.agents.gateway.responses import ResponseRequest, Responses
 from areal_x.protocols.engine import Completion
 from tests.agents.gateway.scripted import END, letters, read, tool
 
@@ -204,7 +204,7 @@ replies = st.builds(
 @given(st.lists(replies, min_size=1, max_size=3))
 def test_what_comes_back_is_the_message_that_the_model_gave(replies):
     """Over any number of turns: otherwise its tokens would not be found again."""
-    exchange = Responses(b'{"input": "hi"}', "resp_1", 0, str, {})
+    exchange = Responses(ResponseRequest.read(b'{"input": "hi"}'), "resp_1", 0, str, None)
     items, messages = [], []
     for index, reply in enumerate(replies):
         answer = ChatAnswer(letters("p"), Completion(letters("c"), [0.0], [0], "stop"), reply)
