@@ -7,8 +7,8 @@ Beside what they are, what they would be if each episode's images were its own: 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler  # writes what multiprocessing and Ray send
 
 import numpy as np
 
@@ -44,7 +44,7 @@ def journal(group: Group) -> int:
 
 
 def message(group: Group) -> int:
-    return len(pickle.dumps(Finished(0, group.episodes, None), protocol=5))
+    return len(ForkingPickler.dumps(Finished(0, group.episodes, None)))
 
 
 def batch(group: Group) -> int:
@@ -53,7 +53,7 @@ def batch(group: Group) -> int:
     config = TrainerConfig(model=ModelConfig("unread"), micro_batch_rows=1)
     shares = [Shares((rank,), 2) for rank in range(2)]
     dealt, _ = Dealer(backends.load_backend("torch"), config, shares, ["node"] * 2).deal(packed.batch, "update")
-    return len(pickle.dumps(dealt.values["node"], protocol=5))
+    return len(ForkingPickler.dumps(dealt.values["node"]))
 
 
 def main() -> None:

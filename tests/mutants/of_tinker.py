@@ -32,8 +32,8 @@ MUTANTS: list[Mutant] = [
         STEPS,
         (
             "Tinker: an upper threshold is taken for a distance from 1",
-            "clip_high=thresholds[HIGH] - 1",
-            "clip_high=thresholds[HIGH]",
+            "thresholds[LOW], clip_high=thresholds[HIGH] - 1",
+            "thresholds[LOW], clip_high=thresholds[HIGH]",
         ),
         (
             "Tinker: a gradient ascends",
