@@ -36,7 +36,6 @@ from areal_x.runtime import background, timeline
 from areal_x.runtime.waits import waiting
 from areal_x.types import Kept
 
-# Tokens that a slot may grow by between two checks for new requests, cancellations and swaps.
 DECODE_STEPS = 64
 NO_IMAGES = (
     "which the embedded engine supports for models that the backend trains with images: train one of"
@@ -193,12 +192,14 @@ class EmbeddedEngine(Engine):
     before it wait for them.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, decode_steps: int = DECODE_STEPS) -> None:
+        """decode_steps: tokens that a slot may grow by before the worker looks for new requests,
+        cancellations and swaps."""
         self.concurrency = sampler.slots
         self.context = sampler.context
         self.version = -1
         self._guesses = Guesses()  # since the last `balance`
-        self._sampler = sampler
+        self._sampler, self._decode_steps = sampler, decode_steps
         self._slots = SlotScheduler(sampler.slots)
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._cancelled: list[int] = []
@@ -387,7 +388,7 @@ class EmbeddedEngine(Engine):
         self._resolve([(future, time.perf_counter() - started)])
 
     def _decode(self, until_free: int) -> None:
-        decoded = self._sampler.decode(DECODE_STEPS, until_free)
+        decoded = self._sampler.decode(self._decode_steps, until_free)
         with self._changed:
             done = self._slots.record(decoded, self.version)
             self._guesses += decoded.guesses

@@ -105,8 +105,9 @@ class AdapterBank(Protocol):
         """Returns a copy of an adapter for `AdaptedSampler.put_adapter`."""
         ...
 
-    def sampler(self, slots: int, context: int) -> AdaptedSampler:
-        """See `areal_x.protocols.trainer.Trainer.sampler`."""
+    def sampler(self, slots: int, context: int, exact: bool) -> AdaptedSampler:
+        """See `areal_x.protocols.trainer.Trainer.sampler`. exact: what is sampled for a sequence, with
+        its log-probabilities, does not depend on other sequences and adapters, bit for bit."""
         ...
 
 

@@ -25,7 +25,7 @@ from areal_x.runtime.credentials import write_address
 from areal_x.runtime.thread import OneThread
 from areal_x.tinker.account import Server
 from areal_x.tinker.app import application
-from areal_x.tinker.host import TrainerHost
+from areal_x.tinker.host import EXACT, TrainerHost
 from areal_x.tinker.journal import Journal
 from areal_x.tinker.recovery import check_base, recover
 from areal_x.tinker.sampling import Samplers
@@ -95,6 +95,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="torch", choices=("jax", "torch"), help="(torch)")
     parser.add_argument("--context", type=int, help="tokens of the longest sequence (4096)")
     parser.add_argument("--slots", type=int, default=32, help="sequences sampled at once (32)")
+    parser.add_argument(
+        "--exact",
+        choices=EXACT,
+        default="samples",
+        help="what does not depend on other clients' requests, bit for bit (samples)",
+    )
     parser.add_argument("--name", help="base_model of the clients; by default the model's path")
     parser.add_argument(
         "--teacher",
@@ -191,11 +197,13 @@ def serve(
     before = address_of(options.directory / ADDRESS)
     keys = read_keys(options.keys, before.get("key"))
     journal = Journal(options.directory)
-    host = TrainerHost(backend, config)
+    host = TrainerHost(backend, config, exact=options.exact)
     path = config.model.path
     name = options.name or (path if isinstance(path, str) else str(host.base))
     tokenizer = load_tokenizer(host.base)
-    teachers = {x: TrainerHost(backend, teacher_of(config, x)) for x in options.teacher}
+    teachers = {
+        x: TrainerHost(backend, teacher_of(config, x), exact=options.exact) for x in options.teacher
+    }
     if name in teachers or len(teachers) < len(options.teacher):
         raise UserError(
             f"each --teacher is another model, besides {name!r}, which is trained: name each once"

@@ -7,6 +7,8 @@
 A request longer than its share goes on in the next pass, so that a client that sends much does not
 hold up the others. Clients come back at about the same time after a pass, so the next one waits for
 those of the last two, a quarter of a pass at most; a request alone waits for nobody.
+
+If everything is to be exact (`TrainerHost.exact`), they take turns instead, a pass each.
 """
 
 from __future__ import annotations
@@ -75,8 +77,10 @@ class Gathering:
     async def _run(self) -> None:
         try:
             while self._waiting:
-                await self._gather()
-                chosen = list(self._waiting)
+                apart = self.host.exact == "everything"
+                if not apart:
+                    await self._gather()
+                chosen = self._waiting[:1] if apart else list(self._waiting)
                 portions = shares([(x.owner, x.work) for x in chosen], self.host.pass_tokens)
                 begun = time.monotonic()
                 await self.thread.run(self.host.advance, portions)
@@ -85,11 +89,13 @@ class Gathering:
                 self._until = now + min(WAIT_SHARE * (now - begun), MOST_WAIT)
                 self._last = frozenset(work.model for work, _ in portions), self._last[0]
                 for own in chosen:
-                    if own.work.done:
-                        if own in self._waiting:
-                            self._waiting.remove(own)
-                        if not own.done.done():
-                            own.done.set_result(None)
+                    there = own in self._waiting  # not cancelled
+                    if there and (own.work.done or apart):
+                        self._waiting.remove(own)
+                    if own.work.done and not own.done.done():
+                        own.done.set_result(None)
+                    elif there and apart:
+                        self._waiting.append(own)  # behind those that it kept waiting
                 # The clients' next requests come before the next pass begins.
                 await asyncio.sleep(0)
         finally:

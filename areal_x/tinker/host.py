@@ -35,6 +35,7 @@ from areal_x.tinker.models import Base, Model, Shape, Source, fresh_adapter, wri
 from areal_x.tinker.turns import Turns
 
 RESIDENT_BYTES = 8 << 30
+EXACT = ("nothing", "samples", "everything")
 PASS_TOKENS = 8192  # of all requests: more are hardly faster, and others wait for them
 
 
@@ -75,13 +76,20 @@ class TrainerHost:
     """The models of a server."""
 
     def __init__(
-        self, backend: str, config: TrainerConfig, resident_bytes: int = RESIDENT_BYTES
+        self,
+        backend: str,
+        config: TrainerConfig,
+        resident_bytes: int = RESIDENT_BYTES,
+        exact: str = "samples",
     ) -> None:
+        """exact: of EXACT, what does not depend on the requests of others, bit for bit: samples, or
+        everything, and then each request has passes of its own."""
         self.model = Base(backend, config)
         self.base = self.model.directory
         self.context, self.vocabulary = self.model.context, self.model.vocabulary
         self.pass_tokens = min(PASS_TOKENS, config.micro_batch_rows * config.row_length)
         self.resident_bytes = resident_bytes
+        self.exact = exact
         self._turns = Turns(self.model)
         self._bank: AdapterBank | None = None
         self._has_bank = isinstance(self.model.backend, TrainsManyAdapters)
@@ -374,7 +382,9 @@ class TrainerHost:
     def sampler(self, slots: int) -> Sampler:
         """Returns a sampler, whatever weights it is to have."""
         bank = self._find_bank()
-        return self._turns.sampler(slots) if bank is None else bank.sampler(slots, self.context)
+        if bank is None:
+            return self._turns.sampler(slots)
+        return bank.sampler(slots, self.context, exact=self.exact != "nothing")
 
     def _bank_of(self, source: Source) -> AdapterBank | None:
         """Returns the bank if it has a source's weights."""

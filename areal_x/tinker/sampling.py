@@ -34,6 +34,7 @@ from areal_x.tinker.models import Source
 MOST_SAMPLES = 1024
 UNSUPPORTED = ("prompt_alt_tokens_k",)
 MOST_TOP = 64  # most likely tokens at a position
+DECODE_STEPS = 8  # after which a request of another client joins the sequences that run
 MOST_ADAPTERS = 16  # in the engine, besides those whose requests run
 BASE = ""  # the name of the base with its adapters, which no other weights have
 
@@ -90,9 +91,10 @@ class Samplers:
         """Brings an adapter into the engine, in place of some that nobody uses."""
         try:
             idle = [name for name, x in self._adapters.items() if not x.users]
-            for name in idle[: max(len(self._adapters) - MOST_ADAPTERS, 0)]:
+            gone = idle[: max(len(self._adapters) - MOST_ADAPTERS, 0)]
+            for name in gone:  # before anything waits: adapters come at the same time
                 del self._adapters[name]
-                await engine.put_adapter(name, None)
+            await asyncio.gather(*(engine.put_adapter(name, None) for name in gone))
             given = await self._thread.run(self.host.adapter, source)
             await engine.put_adapter(source.name, given)
         except Exception as failure:
@@ -141,7 +143,8 @@ class Samplers:
         error: Exception | None = None
         try:
             if self._engine is None:
-                engine = EmbeddedEngine(await self._thread.run(self.host.sampler, self._slots))
+                sampler = await self._thread.run(self.host.sampler, self._slots)
+                engine = EmbeddedEngine(sampler, DECODE_STEPS)
                 await engine.start()
                 self._engine = engine
             snapshot = await self._thread.run(self.host.snapshot, source)

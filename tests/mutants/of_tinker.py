@@ -11,6 +11,7 @@ DOWNLOADS = ("tests/tinker/test_downloads.py",)
 STEPS = ("tests/tinker/test_steps_by_hand.py",)
 MANY = ("tests/tinker/test_many_adapters.py",)
 TEACHERS = ("tests/tinker/test_teachers.py",)
+EXACT_SAMPLES = ("tests/tinker/test_exact_samples.py",)
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -133,6 +134,11 @@ MUTANTS: list[Mutant] = [
             "",
         ),
         (
+            "Tinker: requests that are to be exact share a pass",
+            "chosen = self._waiting[:1] if apart else list(self._waiting)",
+            "chosen = list(self._waiting)",
+        ),
+        (
             "Tinker: shares are of requests, not of clients",
             "each = max(left // (len(owners) * len(own)), 1)",
             "each = max(left // len(hungry), 1)",
@@ -154,11 +160,44 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "backends/torch/areal_x_torch/slot_adapters.py",
-        MANY,
+        EXACT_SAMPLES,
         (
-            "Tinker: a sequence is sampled with the columns of all adapters",
-            "row[self._columns[name]] = 1",
-            "row[:] = 1",
+            "Tinker: a sequence is sampled with the adapters of all",
+            "[[x == name for x in adapters] for name in names]",
+            "[[True for x in adapters] for name in names]",
+        ),
+        (
+            "Tinker: what is not finite in an adapter reaches the others' sequences",
+            "torch.where(rows[index], y + inner @ b.narrow(0, begin, count), y)",
+            "y + (inner * rows[index]) @ b.narrow(0, begin, count)",
+        ),
+        (
+            "Tinker: an adapter is put where another is",
+            "if begin + count <= taken.start:",
+            "if begin + ALIGNED <= taken.start:",
+        ),
+    ),
+    *planted(
+        "backends/torch/areal_x_torch/independent_rows.py",
+        EXACT_SAMPLES,
+        (
+            "Tinker: a sample's bits depend on the longest sequence",
+            "used = padded(self.used + number, self.whole)",
+            "used = self.used + number",
+        ),
+    ),
+    *planted(
+        "backends/torch/areal_x_torch/sampler.py",
+        EXACT_SAMPLES,
+        (
+            "Tinker: a sample's bits depend on the number of sequences",
+            "size = self.at_once or count",
+            "size = count",
+        ),
+        (
+            "Tinker: prompts of a sampler that is exact are computed together",
+            "0 if self.at_once else PREFILL",
+            "PREFILL",
         ),
     ),
     *planted(
@@ -205,6 +244,15 @@ MUTANTS: list[Mutant] = [
             "Tinker: a swap does not wait for running requests, nor is there one",
             "elif key == self._loaded:",
             "elif self._loaded is not None:",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/sampling.py",
+        MANY,
+        (
+            "Tinker: two adapters that come at the same time make the same room",
+            "                del self._adapters[name]\n",
+            "                await engine.put_adapter(name, None)\n                del self._adapters[name]\n",
         ),
     ),
     *planted(

@@ -38,13 +38,15 @@ for step in range(steps):
         sampler = sampler.result() if hasattr(sampler, "result") else sampler
         params = types.SamplingParams(max_tokens=6, seed=step, stop=[])
         data = []
-        # Their log-probabilities depend in the last bits on which other adapters are in the engine; these tokens do not.
-        for one in sampler.sample(types.ModelInput.from_ints(prompt), 2, params).result().sequences:
-            tokens = list(one.tokens)
-            rewards = [0.0] * (len(prompt) - 1) + [float(x % 2) for x in tokens]
-            data.append(datum(prompt + tokens, weights=rewards))
-            seen.append(tokens)
-        seen.append(train(data, "cross_entropy"))
+        # At once, so that a kill leaves some of them answered, and others to be sampled in other company.
+        asked = [sampler.sample(types.ModelInput.from_ints(prompt[:n]), 1, params) for n in (6, 3, 5)]
+        for n, answer in zip((6, 3, 5), asked, strict=True):
+            (one,) = answer.result().sequences
+            tokens, before = list(one.tokens), [0.0] * (n - 1)
+            rewards = before + [float(x % 2) - 0.5 for x in tokens]
+            data.append(datum(prompt[:n] + tokens, advantages=rewards, logprobs=before + list(one.logprobs)))
+            seen.append([tokens, list(one.logprobs)])
+        seen.append(train(data, "importance_sampling"))
     if step % 10 == 9:
         client.save_state("now", overwrite=True).result()
     print(f"STEP {step}", flush=True)

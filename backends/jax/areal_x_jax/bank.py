@@ -1,9 +1,10 @@
 """Many adapters beside one frozen model, which train at once (areal_x.protocols.adapter_bank).
 
-Each adapter has arrays of its own rank. For a pass, those of its rows are stacked, [layers, adapters,
-in, rank] with zeros up to the largest rank, and each row multiplies with its own: what is padded is 0
-and its gradient too. Numbers of rows and adapters and the rank are powers of two, so that passes
-share compiled programs.
+Each adapter has arrays of its own rank. For a pass, those of its rows are cut into blocks of columns and
+stacked, [layers, blocks, in, columns] with zeros in the last block of each, and each row multiplies with
+its own (areal_x_jax.row_adapters); one adapter alone is padded to a rank. What is padded is 0 and its
+gradient too. Numbers of rows and blocks and the rank are powers of two, so that passes share compiled
+programs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from areal_x_jax.architecture import Architecture
 from areal_x_jax.forward import Rows
 from areal_x_jax.packed_cudnn import run_ends
 from areal_x_jax.parameters import Params, parameter_shapes
+from areal_x_jax.row_adapters import BLOCK, RowBlocks, power
 from areal_x_jax.sampler import Sampler
 from areal_x_jax.trainer import Trainer
 from areal_x_jax.weights import from_tensors, places, to_tensors
@@ -57,6 +59,10 @@ class Adapter:
         assert self.arch.adapters is not None
         return self.arch.adapters.rank
 
+    @property
+    def blocks(self) -> int:
+        return -(-self.rank // BLOCK)
+
 
 class Bank:
     """An `areal_x.protocols.adapter_bank.AdapterBank` on one device."""
@@ -76,8 +82,10 @@ class Bank:
         self._logp = jax.jit(self._logprobs)
         self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
         self._padded = jax.jit(padded, static_argnums=1)
+        self._blocks = jax.jit(blocks_of, static_argnums=(1, 2))
         self._stacked = jax.jit(lambda trees: jax.tree.map(lambda *x: jnp.stack(x, 1), *trees))
-        self._part = jax.jit(part_of, static_argnums=2)
+        self._part = jax.jit(part_of, static_argnums=1)
+        self._joined = jax.jit(joined, static_argnums=2)
         self._step = jax.jit(partial(step, config.optimizer), donate_argnums=(0, 1, 2))
 
     def trained(self, config: LoRAConfig) -> Architecture:
@@ -137,7 +145,7 @@ class Bank:
         self, batch: Batch, adapters: Int32[np.ndarray, " rows"], names: Sequence[str]
     ) -> Float32[np.ndarray, "rows length"]:
         rows, own = self._rows(batch, adapters, names)
-        logp = self._logp(*self._stacks(own), self.trainer.params, rows)
+        logp = self._logp(*self._stacks(own, rows), self.trainer.params, rows)
         return masked(logp, batch)
 
     def add_gradients(
@@ -148,7 +156,7 @@ class Bank:
         evaluate: Evaluate,
     ) -> Float32[np.ndarray, "rows length"]:
         rows, own = self._rows(batch, adapters, names)
-        stacks, scales = self._stacks(own)
+        stacks, scales = self._stacks(own, rows)
         # Both passes are compiled; between them the loss is evaluated on the host.
         logp, pull = jax.vjp(lambda x: self._logp(x, scales, self.trainer.params, rows), stacks)
         logprobs = masked(logp, batch)
@@ -156,24 +164,26 @@ class Bank:
         factors[: len(logprobs)] = evaluate(logprobs)
         if factors.any():
             (gradients,) = pull(jnp.asarray(-factors))
-            for index, adapter in enumerate(own):
-                if adapter is not None:
-                    self._collect(adapter, gradients, index)
+            first = 0
+            for adapter in own:
+                shapes = shapes_of(adapter.arch)
+                if rows.adapters is None:
+                    found = {"layers": self._part(gradients, shapes)}
+                else:
+                    blocks = np.arange(first, first + adapter.blocks, dtype=np.int32)
+                    found = {"layers": self._joined(gradients, blocks, shapes)}
+                    first += adapter.blocks
+                before = adapter.fresh
+                adapter.fresh = found if before is None else self._add(before, found)
         return logprobs
-
-    def _collect(self, adapter: Adapter, gradients: Params, index: int) -> None:
-        shapes = shapes_of(adapter.arch)
-        found = {"layers": self._part(gradients, np.int32(index), shapes)}
-        adapter.fresh = found if adapter.fresh is None else self._add(adapter.fresh, found)
 
     def _rows(
         self, batch: Batch, adapters: Int32[np.ndarray, " rows"], names: Sequence[str]
-    ) -> tuple[Rows, list[Adapter | None]]:
-        """Returns rows on the device, a power of two of them, and their adapters, None for the model
-        alone."""
+    ) -> tuple[Rows, list[Adapter]]:
+        """Returns rows on the device, a power of two of them, and the adapters that some have."""
         self.trainer.check_tokens(batch, self.trainer.arch.vocab)
-        chosen = np.unique(adapters)
-        own = [None if index == NO_ADAPTER else self._adapters[names[index]] for index in chosen]
+        chosen = [index for index in np.unique(adapters) if index != NO_ADAPTER]
+        own = [self._adapters[names[index]] for index in chosen]
         count = len(adapters)
         more = (1 << (count - 1).bit_length()) - count
 
@@ -189,33 +199,33 @@ class Bank:
             of_rows = zip(np.asarray(batch.parents), segments, strict=True)
             until = put(np.stack([subtree_ends(*row) for row in of_rows]).astype(np.int32))
         which = None
-        if any(x is not None for x in own):
-            which = put(np.searchsorted(chosen, adapters).astype(np.int32))
+        if own and not (adapters == chosen[0]).all():
+            rows_of = [np.flatnonzero(adapters == index) for index in chosen]
+            which = RowBlocks.of(rows_of, [x.blocks for x in own], count + more)
         return Rows(batch.map(put), None, ends, until, which), own
 
-    def _stacks(self, own: Sequence[Adapter | None]) -> tuple[Params, Array]:
-        """Returns the adapters' kernels, [layers, adapters, in, rank] and [layers, adapters, rank,
-        out], and their scales; with zeros in place of none."""
-        real = [x for x in own if x is not None]
-        if not real:
-            return {}, jnp.zeros(0)
-        most = max(LEAST_RANK, *(x.rank for x in real))
-        lora_config = replace(self.config.lora, rank=1 << (most - 1).bit_length())
-        shapes = shapes_of(self.trained(lora_config))
-        count = 1 << (len(own) - 1).bit_length()
-        trees = [
-            self._padded({} if x is None else x.parameters["layers"], shapes)
-            for x in (*own, *[None] * (count - len(own)))
-        ]
-        scales = np.zeros(count, np.float32)
-        scales[: len(own)] = [0.0 if x is None else x.scale for x in own]
-        return self._stacked(trees), jnp.asarray(scales)
+    def _stacks(self, own: Sequence[Adapter], rows: Rows) -> tuple[Params, Array]:
+        """Returns the kernels of the rows' adapters and their scales: blocks, [layers, blocks, in,
+        columns] and [layers, blocks, columns, out], or of one that all rows have without the axis of
+        blocks."""
+        if not own:
+            return {}, jnp.zeros(())
+        if rows.adapters is None:
+            rank = power(max(LEAST_RANK, own[0].rank))
+            shapes = shapes_of(self.trained(replace(self.config.lora, rank=rank)))
+            return self._padded(own[0].parameters["layers"], shapes), jnp.float32(own[0].scale)
+        shapes = shapes_of(self.trained(replace(self.config.lora, rank=BLOCK)))
+        blocks, scales = [], []
+        for x in own:
+            blocks += self._blocks(x.parameters["layers"], shapes, x.blocks)
+            scales += [x.scale] * x.blocks
+        missing = power(len(blocks)) - len(blocks)
+        blocks += self._blocks({}, shapes, 1) * missing
+        each = np.array(scales + [0.0] * missing, np.float32)[:, None, None]
+        return self._stacked(blocks), jnp.asarray(each)
 
     def _logprobs(self, stacks: Params, scales: Array, base: Params, rows: Rows) -> Array:
-        own = {
-            name: x * scales[:, None, None] if name.endswith("_lora_b") else x
-            for name, x in stacks.items()
-        }
+        own = {name: x * scales if name.endswith("_lora_b") else x for name, x in stacks.items()}
         params = {**base, "layers": {**base["layers"], **own}}
         policy, _ = self.trainer.forward.policy(params, None, rows)
         assert policy.logp is not None
@@ -263,11 +273,12 @@ class Bank:
             for leaf, x in own.parameters["layers"].items()
         }
 
-    def sampler(self, slots: int, context: int) -> Sampler:
+    def sampler(self, slots: int, context: int, exact: bool) -> Sampler:
         arch = self.trainer.arch
         longest = min(context, arch.context or context)
         adapted = self.trained(replace(self.config.lora, rank=1))
-        return Sampler(arch, slots, longest, mesh=self.trainer.mesh, adapted=adapted)
+        mesh = self.trainer.mesh
+        return Sampler(arch, slots, longest, mesh=mesh, adapted=adapted, exact=exact)
 
 
 def masked(logp: Array, batch: Batch) -> Float32[np.ndarray, "rows length"]:
@@ -295,14 +306,38 @@ def padded(layers: Params, shapes: Shapes) -> Params:
     return {name: whole(name, shape) for name, shape in shapes}
 
 
-def part_of(stacks: Params, index: Array, shapes: Shapes) -> Params:
-    """Returns one adapter's part of stacks, without what was padded."""
+def part_of(kernels: Params, shapes: Shapes) -> Params:
+    """Returns an adapter's kernels without what was padded."""
+    return {name: kernels[name][tuple(slice(n) for n in shape)] for name, shape in shapes}
 
-    def part(stack: Array, shape: tuple[int, ...]) -> Array:
-        own = jax.lax.dynamic_index_in_dim(stack, index, 1, keepdims=False)
-        return own[tuple(slice(n) for n in shape)]
 
-    return {name: part(stacks[name], shape) for name, shape in shapes}
+def blocks_of(layers: Params, shapes: Shapes, count: int) -> list[Params]:
+    """Returns an adapter's kernels as blocks of these shapes, with zeros after its rank and for those
+    that it lacks."""
+
+    def wide(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        axis = rank_axis(name)
+        return (*shape[:axis], shape[axis] * count, *shape[axis + 1 :])
+
+    whole = padded(layers, tuple((name, wide(name, shape)) for name, shape in shapes))
+    parts = {name: jnp.split(x, count, rank_axis(name)) for name, x in whole.items()}
+    return [{name: x[block] for name, x in parts.items()} for block in range(count)]
+
+
+def joined(stacks: Params, blocks: Array, shapes: Shapes) -> Params:
+    """Returns the kernels whose blocks these are, without what was padded."""
+
+    def part(name: str) -> Array:
+        axis = rank_axis(name)
+        own = jnp.moveaxis(stacks[name][:, blocks], 1, axis)  # its columns follow the blocks
+        return own.reshape(*own.shape[:axis], -1, *own.shape[axis + 2 :])
+
+    return part_of({name: part(name) for name, _ in shapes}, shapes)
+
+
+def rank_axis(name: str) -> int:
+    """Returns the axis of a stack of kernels that is as long as the rank."""
+    return 2 if name.endswith("_lora_a") else 1
 
 
 def step(

@@ -81,10 +81,10 @@ def unstack_layers(params: Params, arch: Architecture) -> Params:
 
 def _layers(arch: Architecture, params: Params) -> list[Params]:
     """Returns unstacked layers, whose kernels are rounded already if products are in fp8; with each
-    row's columns of adapters, if there are any (areal_x_jax.slot_adapters)."""
+    row's adapter, if there are any (areal_x_jax.slot_adapters)."""
     layers: list[Params] = params["layers"]
-    if "chosen" in params:
-        layers = [layer | {"chosen": params["chosen"]} for layer in layers]
+    if "running" in params:
+        layers = [layer | {"running": params["running"]} for layer in layers]
     return [fp8.marked(layer, rounded=True) for layer in layers] if arch.fp8 else layers
 
 
@@ -176,13 +176,14 @@ def decode(
     params: Params,
     cache: SlotCache,
     rows: Rows,
-    column: Int[Array, ""],
+    column: Int[Array, ""] | None,
     steps: Int[Array, ""],
     until_free: Int[Array, ""],
     slots: Int[Array, " rows"] | None = None,
     truncates: bool = False,
 ) -> tuple[SlotCache, Rows, Array, Array, Array | None]:
-    """Grows every live row by up to `steps` tokens, beginning at cache column `column`.
+    """Grows every live row by up to `steps` tokens, beginning at cache column `column`; with None,
+    column c of a slot is its token c.
 
     slots: the slots of the rows, if they are not all slots. truncates: True if any row leaves out
     tokens. Returns the cache, the rows, and tokens and log-probabilities `[most, rows]`, of which a
@@ -201,9 +202,8 @@ def decode(
 
     def grow(state: State) -> State:
         step, cache, rows, tokens, logprobs, bits = state
-        cache, logits = forward(
-            arch, params, cache, rows, (column + step) % kv_cache.capacity(cache.kv)
-        )
+        newest = None if column is None else (column + step) % kv_cache.capacity(cache.kv)
+        cache, logits = forward(arch, params, cache, rows, newest)
         uniforms = uniform(rows.seed, rows.generated)
         truncation = rows.truncation if truncates else None
         token, logprob, mask = sample(logits, uniforms, rows.temperature, truncation)
@@ -241,20 +241,28 @@ def most_steps(arch: Architecture, rows: int, truncates: bool) -> int:
 
 
 def forward(
-    arch: Architecture, params: Params, cache: SlotCache, rows: Rows, column: Array
+    arch: Architecture, params: Params, cache: SlotCache, rows: Rows, column: Array | None
 ) -> tuple[SlotCache, Float[Array, "rows vocab"]]:
-    """Feeds each row's newest token, written into cache column `column`, and returns the logits of
-    its next one."""
+    """Feeds each row's newest token, written into cache column `column` (see `decode`), and returns
+    the logits of its next one."""
     lengths = jnp.where(rows.live, rows.length, 1)
+    own = (lengths - 1)[:, None]
+
+    def visible(reach: Array) -> list[tuple[Array, Array]]:
+        if column is not None:
+            return kv_cache.visible(cache.kv, column, reach)
+        return kv_cache.visible_to(cache.kv, own, reach[:, None], group=1)
+
+    def write(layer: kv_cache.Layer, key: Array, value: Array) -> kv_cache.Layer:
+        if column is not None:
+            return kv_cache.write_newest(layer, key, value, column)
+        return kv_cache.write_columns(layer, key[:, None], value[:, None], own)
+
     reach = {
         window: jnp.minimum(lengths, near(arch, window, lengths - 1)) if window else lengths
         for window in set(arch.windows)
     }
-    seen = {
-        window: kv_cache.visible(cache.kv, column, columns)
-        for window, columns in reach.items()
-        if cache.kv
-    }
+    seen = {window: visible(columns) for window, columns in reach.items() if cache.kv}
     return through_layers(
         arch,
         params,
@@ -262,7 +270,7 @@ def forward(
         rows.token,
         rows.length - 1 + rows.shift,
         seen,
-        lambda layer, key, value: kv_cache.write_newest(layer, key, value, column),
+        write,
         kv_cache.attend,
         recurrent_cache.advance,
         rows.length == 1,

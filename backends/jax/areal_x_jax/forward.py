@@ -22,6 +22,7 @@ from areal_x_jax.architecture import Architecture
 from areal_x_jax.experts import Use
 from areal_x_jax.model import ImageFeatures, head_kernel, hidden_states
 from areal_x_jax.parameters import EXACT, FIXED, Params
+from areal_x_jax.row_adapters import RowBlocks
 from areal_x_jax.sharding import ROW_AXES, Partitioner
 from areal_x_jax.vision import ImageArrays, image_features
 from areal_x_jax.vision_architecture import VisionArchitecture
@@ -29,14 +30,14 @@ from areal_x_jax.vision_architecture import VisionArchitecture
 
 class Rows(NamedTuple):
     """A batch and its images. ends: see `AttentionMask`; None unless a kernel reads them. until: see
-    `dense_attention.Tries`; None unless sequences share tokens. adapters: of each row; None unless
+    `dense_attention.Tries`; None unless sequences share tokens. adapters: of the rows; None unless
     there are several."""
 
     batch: Batch
     images: ImageArrays | None
     ends: Int[Array, "rows runs"] | None = None
     until: Int[Array, "rows length"] | None = None
-    adapters: Int[Array, " rows"] | None = None
+    adapters: RowBlocks | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ Partial: TypeAlias = tuple[Array, Array, Array]
 # About the columns of a part: smaller parts read less beyond the longest sequence, but take longer
 # to compile.
 PART = 64
+LARGEST = 1e18  # of a key or value, whose products with usual queries are finite
 MOST_PARTS = 6
 
 
@@ -94,6 +95,12 @@ def visible_to(
     ]
 
 
+def finite(x: Array) -> Array:
+    """Returns keys or values of which sums with a weight of 0 are 0: a slot that gets another sequence
+    still has those of the last one, perhaps of weights that diverged, in columns that are hidden."""
+    return jnp.clip(jnp.nan_to_num(x), -LARGEST, LARGEST)
+
+
 def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""]) -> Layer:
     """Writes one token per slot, key and value [slots, kv_heads, head_dim], into column `newest`.
 
@@ -105,7 +112,7 @@ def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""])
 
     def write(part: Array, new: Array, p: int, axis: int) -> Array:
         column = jnp.clip(newest - p * width, 0, width - 1)
-        new = jnp.expand_dims(new, axis).astype(part.dtype)
+        new = jnp.expand_dims(finite(new), axis).astype(part.dtype)
         if len(keys) > 1:
             old = jax.lax.dynamic_slice_in_dim(part, column, 1, axis)
             new = jnp.where(newest // width == p, new, old)
@@ -134,11 +141,11 @@ def write_columns(
 
     return (
         tuple(
-            part.at[rows, :, :, local(p)].set(key.astype(part.dtype), mode="drop")
+            part.at[rows, :, :, local(p)].set(finite(key).astype(part.dtype), mode="drop")
             for p, part in enumerate(keys)
         ),
         tuple(
-            part.at[rows, :, local(p)].set(value.astype(part.dtype), mode="drop")
+            part.at[rows, :, local(p)].set(finite(value).astype(part.dtype), mode="drop")
             for p, part in enumerate(values)
         ),
     )
@@ -239,7 +246,7 @@ def write_pieces(
     margin = ((0, 0), (width, width), (0, 0))
     padded = [
         (jnp.pad(k.swapaxes(0, 1), margin).swapaxes(1, 2), jnp.pad(v.swapaxes(0, 1), margin))
-        for k, v in fresh
+        for k, v in ((finite(k), finite(v)) for k, v in fresh)
     ]
 
     def piece(i: Array, cache: KVCache) -> KVCache:

@@ -17,11 +17,16 @@ model, if that guesses.
 
 Prefill leaves out a sequence's last token: decoding always begins by feeding the newest token, so
 all sampling is in one place.
+
+With `exact`, a sequence's numbers do not depend on what else is decoded, bit for bit: all slots are
+computed in every step, in one program; column c of a slot is its token c, so that its sums have one
+order; and prompts are not packed together. What is left is that a program gives the same numbers for a
+row in another slot, which tests/jax/test_exact_sampling.py asserts for XLA's products on CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,16 +41,17 @@ from areal_x_jax import kv_cache, recurrent_cache
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.decode_step import Rows, SlotCache, copy, decode, most_steps, prefill
 from areal_x_jax.parameters import Params
-from areal_x_jax.prefill_chunks import packed
+from areal_x_jax.prefill_chunks import Chunk, packed
 from areal_x_jax.prompt_images import PromptImages, Tower
 from areal_x_jax.sharding import sampling_spec
-from areal_x_jax.slot_adapters import SlotAdapters, with_chosen
+from areal_x_jax.slot_adapters import SlotAdapters, with_running
 from areal_x_jax.speculation import Models, speculate
 
 # Tokens of a prefill: on CPU larger chunks are no faster per token and leave more of the last chunk
 # empty (measured).
 CPU_CHUNK = 64
 ACCELERATOR_CHUNK = 512
+SHORT_CHUNK = 16  # of a prompt of its own that fits
 STOP_IDS = 16  # stop tokens a request may have
 # Share of slots in a compact decode: near the best as uniform lengths run out (1/2), and cheaper
 # for a long tail.
@@ -72,8 +78,11 @@ class Lane:
         draft: tuple[Architecture, Params] | None = None,
         adapters: SlotAdapters | None = None,
         tower: Tower | None = None,
+        exact: bool = False,
     ) -> None:
-        self._call = call
+        if exact and speculation.active:
+            raise ValueError("guesses are computed with as many rows as there are")
+        self._call, self._exact = call, exact
         self._tower = tower
         self.supports_images = tower is not None
         self._adapters = adapters
@@ -198,18 +207,19 @@ class Lane:
         with the same tokens and images. images: of each of these; () for a model that is shown none."""
         prefills, copies_into = self._fills[bool(whose)]
         capacity = kv_cache.capacity(cache.kv)
+        own_columns = self._speculation.active or self._exact
         prompts = [
             (
                 r.slot,
-                (0 if self._speculation.active else (self._column - len(r.tokens) + 1) % capacity),
+                0 if own_columns else (self._column - len(r.tokens) + 1) % capacity,
                 np.minimum(r.tokens[:-1], arch.vocab - 1) if whose else r.tokens[:-1],
             )
             for r, *_ in alike
         ]
-        for chunk in packed(prompts, self._chunk, capacity, images):
+        for chunk in self._chunks(prompts, capacity, images):
             if self._adapters is not None:
                 of_tokens = [self._adapter[chunk.slot[x]] if x >= 0 else None for x in chunk.piece]
-                params = with_chosen(params, self._adapters.chosen(of_tokens))
+                params = with_running(params, self._adapters.running(of_tokens))
             of_images = "" if chunk.images is None else f" of {len(chunk.tokens)} with images"
             cache = self._call(f"{whose}prefill{of_images}", prefills, arch, params, cache, chunk)
         copies = np.array(
@@ -219,6 +229,20 @@ class Lane:
             padded = np.pad(copies, ((0, self.slots - len(copies)), (0, 0)))
             cache = self._call(f"{whose}copy", copies_into, cache, *padded.T, np.int32(len(copies)))
         return cache
+
+    def _chunks(
+        self,
+        prompts: Sequence[tuple[int, int, np.ndarray]],
+        capacity: int,
+        images: Sequence[PromptImages | None],
+    ) -> Iterator[Chunk]:
+        """Yields the chunks of a prefill."""
+        if not self._exact:
+            yield from packed(prompts, self._chunk, capacity, images)
+            return
+        for index, prompt in enumerate(prompts):  # each in its own, in the same places
+            size = SHORT_CHUNK if len(prompt[2]) <= SHORT_CHUNK else self._chunk
+            yield from packed([prompt], size, capacity, images[index : index + 1])
 
     def _set_slot(self, request: SlotRequest, shift: int) -> None:
         """shift: see `decode_step.Rows`."""
@@ -258,7 +282,7 @@ class Lane:
             counts = np.zeros(self.slots, np.int32)
             return Decoded(none.astype(np.int32), none.astype(np.float32), counts, counts > 0)
         few = int(self.slots * COMPACT)
-        compact = len(live) <= few and few >= LEAST_COMPACT
+        compact = len(live) <= few and few >= LEAST_COMPACT and not self._exact
         # Dead slots fill up the number; their outputs are never read.
         slots = (
             np.concatenate([live, np.flatnonzero(~before.live)])[:few].astype(np.int32)
@@ -289,12 +313,12 @@ class Lane:
             after, tokens, logprobs, bits, counts = jax.device_get(outputs)
             guesses = Guesses(*counts.tolist())
         else:
-            cache, column = self._caches[0], np.int32(self._column)
+            cache, column = self._caches[0], None if self._exact else np.int32(self._column)
             params = self._params[0]
             if self._adapters is not None:
                 every = range(self.slots) if slots is None else slots
                 of_rows = [self._adapter[x] if before.live[x] else None for x in every]
-                params = with_chosen(params, self._adapters.chosen(of_rows))
+                params = with_running(params, self._adapters.running(of_rows))
             arguments = self.arch, params, cache, rows, column, *limits, slots, truncates
             cache, *outputs = self._call(program, self._decode, *arguments)
             self._caches = cache, None

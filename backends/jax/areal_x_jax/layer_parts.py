@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from areal_x_jax import fp8
+from areal_x_jax import fp8, row_adapters
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.parameters import Params
+from areal_x_jax.slot_adapters import add_products
 
 # Name, for jax.checkpoint_policies.save_only_these_names, of the sum of a kernel's and its adapter's
 # products.
@@ -34,20 +35,18 @@ def gated_mlp(layer: Params, prefix: str, x: Array, activation: Callable[[Array]
 
 def affine(layer: Params, name: str, x: Array) -> Array:
     """Applies a kernel, with its adapter and bias if the layer has them (an adapter's scale is in
-    its lora_b). If there are several adapters, each row of x has one: of the layer's "adapters", or
-    the columns that the layer's "chosen" leaves (areal_x_jax.slot_adapters)."""
+    its lora_b). If there are several adapters, each row of x has one: of the layer's "adapters"
+    (areal_x_jax.row_adapters), or of those that are "running" (areal_x_jax.slot_adapters)."""
     kernel = layer[name]
     y = fp8.linear(x, kernel) if isinstance(kernel, fp8.Kernel) else linear(x, kernel)
     if f"{name}_lora_a" in layer:
         a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
-        if "chosen" in layer:
-            y = y + linear(linear(x, a) * layer["chosen"].astype(x.dtype), b)
-        elif "adapters" not in layer:
+        if "running" in layer:
+            y = add_products(y, x, a, b, layer["running"])
+        elif "adapters" in layer:
+            y = row_adapters.add_products(y, x, a, b, layer["adapters"])
+        else:
             y = y + linear(linear(x, a), b)
-        elif len(a) == 1:
-            y = y + linear(linear(x, a[0]), b[0])
-        else:  # batches of products: [rows length in] @ [rows in rank]
-            y = y + x @ a[layer["adapters"]] @ b[layer["adapters"]]
     y = checkpoint_name(y, PRODUCT)
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 

@@ -32,6 +32,7 @@ from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, la
 from areal_x_jax.projections import gated, project_qkv
 from areal_x_jax.recurrent_layers import recur
 from areal_x_jax.rotations import Rotation, position_rotations
+from areal_x_jax.row_adapters import RowBlocks
 from areal_x_jax.row_attention import attention_of
 from areal_x_jax.sharding import ONE_DEVICE, Partitioner
 
@@ -111,7 +112,7 @@ def hidden_states(
     until: Int[Array, "rows length"] | None = None,
     ends: Int[Array, "rows runs"] | None = None,
     trained: Bool[Array, "rows length"] | None = None,
-    adapters: Int[Array, " rows"] | None = None,
+    adapters: RowBlocks | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], experts.Use | None]:
     """Returns the head's input for packed rows, and how they use experts, None without any: the mean
     over layers of `experts.imbalance`, and the load of each layer with experts by the `trained`
@@ -120,8 +121,8 @@ def hidden_states(
     A token attends to those before it in its own segment, or, if sequences share tokens, to those
     whose subtrees it is in. until: where these end (see `dense_attention.Tries`). images: None if no
     row has any. implementation: of attention (see areal_x_jax.attention). recorded: the experts that
-    each token goes through (see `experts.route`). ends: see `AttentionMask`. adapters: of each row,
-    if layers have several of them ([adapters, in, rank]).
+    each token goes through (see `experts.route`). ends: see `AttentionMask`. adapters: of the
+    rows, if layers have blocks of several of them ([blocks, in, columns]).
 
     remat: what the backward pass recomputes. "products": all but the results of products with
     kernels and of attention (scores, everything elementwise): a fifth faster on a CPU than saving

@@ -39,9 +39,10 @@ class Sampler(Lanes):
         speculation: Speculation = NOTHING,
         draft: tuple[Architecture, Params] | None = None,
         adapted: Architecture | None = None,
+        exact: bool = False,
     ) -> None:
         """adapted: the architecture of an adapter of any rank, of which requests may have one each; on
-        one device."""
+        one device. exact: a sequence's numbers do not depend on the others (areal_x_jax.lane)."""
         groups = (
             sampling_groups(mesh)
             if mesh is not None
@@ -62,7 +63,8 @@ class Sampler(Lanes):
         self._adapters: SlotAdapters | None = None
         self._shapes: Params = {}
         if adapted is not None and adapted.adapters is not None:
-            self._adapters = SlotAdapters(arch, adapted.adapters.kernels)
+            one_by_one = jax.default_backend() == "cpu"
+            self._adapters = SlotAdapters(arch, adapted.adapters.kernels, one_by_one)
             self._shapes = parameter_shapes(adapted)["layers"]
         self._plain: list[Params] = []
         made = [
@@ -76,6 +78,7 @@ class Sampler(Lanes):
                 smaller,
                 self._adapters,
                 towers.get(group),
+                exact,
             )
             for group, call, smaller in each
             for _ in range(in_group)

@@ -159,10 +159,11 @@ class Bank:
                 found[layer] = part.a.clone(), part.b * part.scale
         return found
 
-    def sampler(self, slots: int, context: int) -> Sampler:
+    def sampler(self, slots: int, context: int, exact: bool) -> Sampler:
         trainer = self.trainer
         rope.check_length("embedded.context", context, self.model.config, trainer.directory)
-        return Sampler(self.model, slots, context, trainer.dtype, adapted=tuple(self._layers))
+        given = self.model, slots, context, trainer.dtype
+        return Sampler(*given, adapted=tuple(self._layers), exact=exact)
 
 
 def check(config: TrainerConfig) -> None:

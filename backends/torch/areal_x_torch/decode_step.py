@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from areal_x_torch.kv_cache import Cache, DecodeCache, Layer, StateLayer, visible_of
 from areal_x_torch.model import decoder, head, head_input
-from areal_x_torch.slot_adapters import SlotAdapters
+from areal_x_torch.slot_adapters import Running, SlotAdapters
 
 # (tokens, their positions, *Cache.newest(their columns, used)) → the logits of the tokens after them
 Step = Callable[..., Float[Tensor, "fed vocabulary"]]
@@ -57,14 +57,14 @@ class NextLogits(nn.Module):
 
 
 class AdaptedLogits(nn.Module):
-    """The same with rows' own adapters: first `SlotAdapters.chosen`, then what NextLogits gets."""
+    """The same with rows' own adapters: first those (`Running`), then what NextLogits gets."""
 
     def __init__(self, step: NextLogits, slots: SlotAdapters) -> None:
         super().__init__()
         self.step, self.slots = step, slots
 
-    def forward(self, chosen: Float[Tensor, "rows columns"], *given: object) -> Tensor:
-        with self.slots.being(chosen):
+    def forward(self, columns: Tensor, rows: Tensor, *given: object) -> Tensor:
+        with self.slots.being(Running(columns, rows)):
             logits: Tensor = self.step(*given)
         return logits
 
@@ -109,7 +109,7 @@ def _example(step: NextLogits | AdaptedLogits, rows: int, used: int) -> tuple[ob
     """Returns inputs for rows of unequal lengths, none longer than `used`, with random keys and
     values before the newest token."""
     if isinstance(step, AdaptedLogits):
-        return step.slots.chosen([None] * rows), *_example(step.step, rows, used)
+        return *step.slots.running([None] * rows), *_example(step.step, rows, used)
     weight = head(step.model).weight
     random = torch.Generator().manual_seed(rows)
     cache = Cache(step.layers, rows, used, weight.dtype, weight.device, step.width)

@@ -28,6 +28,7 @@ from areal_x_torch.model import decoder, has_vision
 from areal_x_torch.segments import Sinks
 
 ATTENTION = "areal_x_cache"
+LARGEST = 1e18  # of a key or value, whose products with usual queries are finite
 PENDING = 5  # tensors of a layer in `Cache.pending`
 
 
@@ -169,9 +170,9 @@ class Cache:
                 after = torch.where((token < counts)[:, None, None, None, None], new, after)
             matrices.copy_(after)
 
-    def newest(self, own: Int[Tensor, "rows width"], used: int) -> tuple[Any, ...]:
-        """Returns the tensors of a `DecodeCache` for the first rows, whose newest tokens are in the
-        columns `own`. used: columns of the longest row."""
+    def newest(self, own: Int[Tensor, "rows width"], used: int, begin: int = 0) -> tuple[Any, ...]:
+        """Returns the tensors of a `DecodeCache` for the rows from `begin` on, whose newest tokens are
+        in the columns `own`. used: columns of the longest row, or more."""
         several = own.shape[1] > 1 and self.pending
         first = torch.arange(0, len(own) * self.columns, self.columns, device=own.device)
         places = (first[:, None] + own).flatten()
@@ -187,7 +188,12 @@ class Cache:
                 hidden.shape, dtype=self.keys[0].dtype, device=own.device
             ).masked_fill_(hidden, -math.inf)
             masks.append(mask[:, None])
-        tensors = places, masks, self.keys, self.values
+        both = (
+            (self.keys, self.values)
+            if not begin
+            else ([x[begin:] for x in self.keys], [x[begin:] for x in self.values])
+        )
+        tensors = places, masks, *both
         return (*tensors, self.pending) if several else tensors
 
 
@@ -245,7 +251,7 @@ class PrefillCache:
         rows, stop = slice(self.first, self.first + self.rows), self.start + self.length
         both = self.cache.keys[index], self.cache.values[index]
         for x, new in zip(both, (key, value), strict=True):
-            x[rows, self.start : stop] = new.transpose(1, 2)
+            x[rows, self.start : stop] = finite(new).transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
         plain = softcap is None and sinks is None
         causal = not any(self.own_images(seen))
@@ -346,7 +352,7 @@ class DecodeCache:
         kv_heads = key.shape[1]
         both: list[Tensor] = []
         for x, new in ((self.keys[index], key), (self.values[index], value)):
-            tokens = new.transpose(1, 2).flatten(0, 1)
+            tokens = finite(new).transpose(1, 2).flatten(0, 1)
             x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, tokens)
             both.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
         keys, values = both
@@ -386,6 +392,12 @@ class DecodeCache:
         inputs.copy_(seen[:, 1:])
         matrices.copy_(after)
         return found
+
+
+def finite(x: Tensor) -> Tensor:
+    """Returns keys or values of which sums with a weight of 0 are 0: a row that gets another sequence
+    still has those of the last one, perhaps of weights that diverged, in columns that are hidden."""
+    return x.nan_to_num(0.0).clamp(-LARGEST, LARGEST)
 
 
 def index_of(layers: Sequence[Layer | StateLayer], number: int) -> int:

@@ -70,7 +70,7 @@ def chosen_for(
 ) -> AbstractContextManager[None]:
     if adapters is None:
         return nullcontext()
-    return adapters.being(adapters.chosen([r.adapter for r in requests]))
+    return adapters.being(adapters.running([r.adapter for r in requests]))
 
 
 def chunks(columns: int, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -30,11 +31,12 @@ from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x.protocols.speculation import NOTHING, Guesses, Speculation
 from areal_x.runtime import cores
 from areal_x.types import Kept
-from areal_x_torch import fp8, lora
+from areal_x_torch import fp8, independent_rows, lora
 from areal_x_torch.decode_step import Step, trace_step
 from areal_x_torch.flat_rows import group_by_length
+from areal_x_torch.independent_rows import Block
 from areal_x_torch.kv_cache import Cache, attend_to_cache, layers_of
-from areal_x_torch.model import named_tensors
+from areal_x_torch.model import head, named_tensors
 from areal_x_torch.prefill import prefill
 from areal_x_torch.sampling import RowSampling, sample, uniform
 from areal_x_torch.slot_adapters import AdapterMatrices, SlotAdapters
@@ -145,8 +147,10 @@ class Sampler(Lanes):
         lanes: int | None = None,
         speculation: Speculation = NOTHING,
         adapted: Sequence[str] = (),
+        exact: bool = False,
     ) -> None:
-        """adapted: the layers beside which requests' own adapters are."""
+        """adapted: the layers beside which requests' own adapters are. exact: a sequence's numbers do
+        not depend on the others (areal_x_torch.independent_rows)."""
         self.model = lora.remove_adapters(copy.deepcopy(model)).requires_grad_(False)
         attend_to_cache(self.model)
         for p in self.model.parameters():
@@ -166,20 +170,31 @@ class Sampler(Lanes):
         step = trace_step(self.model, layers, slots=self.adapters)
         # Guesses are computed at columns beyond the last token.
         columns = context + (speculation.tokens if speculation.active else 0)
-        width = columns - context + 1
-        caches = [
-            Cache(layers, slots // count, columns, dtype, model.device, width) for _ in range(count)
-        ]
+        width, rows = columns - context + 1, slots // count
+        at_once = 0
+        if exact:
+            if speculation.active:
+                raise ValueError("guesses are computed with as many rows as there are")
+            at_once = min(rows, independent_rows.ROWS)
+            rows = independent_rows.padded(rows, at_once)
+            columns = independent_rows.padded(columns, independent_rows.COLUMNS)
+        caches = [Cache(layers, rows, columns, dtype, model.device, width) for _ in range(count)]
+        begin = None
+        if on_cpu:
+            begin = partial(torch.set_num_threads, max(1, cores.available() // count))
+        if exact:
+            words = len(head(self.model).weight)
+            given = step, layers, caches[0], at_once, words, self.adapters
+            with ThreadPoolExecutor(1, initializer=begin or (lambda: None)) as lane:
+                at_once = lane.submit(independent_rows.rows_at_once, *given).result()
         each: Sequence[Guesser | None] = [None] * count
         if speculation.active:
             each = guessers(speculation, self.model, layers, caches, context)
+        sizes = slots // count, context, at_once
         made = [
-            Lane(self.model, step, cache, context, guesser, self.adapters)
+            Lane(self.model, step, cache, *sizes, guesser, self.adapters)
             for cache, guesser in zip(caches, each, strict=True)
         ]
-        begin = (
-            partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None
-        )
         super().__init__(made, self._copy_in, begin)
 
     def put_adapter(self, name: str, adapter: AdapterMatrices) -> None:
@@ -202,20 +217,23 @@ class Sampler(Lanes):
 
 class Lane:
     """Slots that decode together. step: computes the logits after the newest tokens
-    (areal_x_torch.decode_step). guesser: what guesses ahead, if anything does."""
+    (areal_x_torch.decode_step). at_once: rows of each step, padding included, for numbers that do not
+    depend on other rows; 0 for all that run. guesser: what guesses ahead, if anything does."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         step: Step,
         cache: Cache,
+        slots: int,
         context: int,
+        at_once: int = 0,
         guesser: Guesser | None = None,
         adapters: SlotAdapters | None = None,
     ) -> None:
         self.model, self._adapters = model, adapters
         self.supports_images = takes_images(model.config)
-        self.slots, self.context = len(cache.keys[0]), context
+        self.slots, self.context, self.at_once = slots, context, at_once
         self._step = step
         self._loaded = False
         self._cache = cache
@@ -246,9 +264,9 @@ class Lane:
                 )
         self.free([r.slot for r in requests])
         alike = list(group_identical(requests).values())
-        for group in group_by_length(
-            np.array([len(same[0].tokens) for same in alike], np.int64), PREFILL
-        ):
+        lengths = np.array([len(same[0].tokens) for same in alike], np.int64)
+        # A budget of nothing gives each prompt a pass of its own.
+        for group in group_by_length(lengths, 0 if self.at_once else PREFILL):
             first = len(self._rows)
             filled = [alike[i][0] for i in group]
             shifts = prefill(self.model, self._cache, first, filled, self._adapters)
@@ -336,25 +354,19 @@ class Lane:
     ) -> int:
         """Grows all rows until some finish, removes those, and returns the number of steps. kept:
         by slot, of the rows that leave tokens out."""
-        rows, device = self._rows, self.model.device
-        ahead = np.arange(steps - taken)
-        uniforms = torch.from_numpy(uniform(rows.seed, rows.generated[:, None] + ahead)).to(device)
-        row_sampling = RowSampling.of(rows.temperature, rows.top_p, rows.top_k, rows.min_p, device)
-        token, column, shift = (
-            torch.from_numpy(x).to(device) for x in (rows.token, rows.column, rows.shift)
-        )
-        used = int(rows.column.max()) + 1
+        rows = self._rows
+        blocks = self._blocks(steps - taken)
         left = rows.limit - rows.generated
-        chosen = [] if self._adapters is None else [self._adapters.chosen(rows.adapter.tolist())]
-        for step in range(len(ahead)):
-            newest = self._cache.newest(column[:, None], used + step)
-            logits = self._step(*chosen, token[:, None], (column + shift)[:, None], *newest)
-            token, logprob, mask = sample(logits, uniforms[:, step, None], row_sampling)
-            column = column + 1
-            decoded.tokens[rows.slot, taken + step] = generated = token.cpu().numpy()
-            decoded.logprobs[rows.slot, taken + step] = logprob.cpu().numpy()
-            if mask is not None:
-                _keep(kept, rows.slot, mask)
+        for step in range(steps - taken):
+            found = [block.grow(self._step, self._cache, step) for block in blocks]
+            generated, logprobs = (
+                np.concatenate(x) for x in zip(*(x[:2] for x in found), strict=True)
+            )
+            decoded.tokens[rows.slot, taken + step] = generated
+            decoded.logprobs[rows.slot, taken + step] = logprobs
+            for block, (*_, mask) in zip(blocks, found, strict=True):
+                if mask is not None:
+                    _keep(kept, rows.slot[block.own], mask)
             done = (generated[:, None] == rows.stops).any(-1) | (left == step + 1)
             if done.any():
                 break
@@ -368,6 +380,22 @@ class Lane:
         )
         self._drop(done)
         return grown
+
+    def _blocks(self, steps: int) -> list[Block]:
+        """Returns all rows, to be grown by up to so many tokens."""
+        count = len(self._rows)
+        size = self.at_once or count
+        found = []
+        for first in range(0, count, size):
+            own = slice(first, min(first + size, count))
+            rows = self._rows.take(np.arange(own.start, own.stop))
+            running: Sequence[Tensor] = ()
+            if self._adapters is not None:
+                names = rows.adapter.tolist()
+                running = self._adapters.running([*names, *[None] * (size - len(rows))])
+            given = steps, running, self.model.device, bool(self.at_once)
+            found.append(Block.of(rows, own, size, *given))
+        return found
 
     def _move(self, source: int, target: int, used: int) -> None:
         for cache in self._caches:

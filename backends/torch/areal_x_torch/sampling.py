@@ -107,7 +107,8 @@ def sample(
     # Neither the uniform nor rounding may put the target at or past the end; a token without mass
     # is never the first above it.
     target = torch.minimum(uniforms * total, total * (1 - 2.0**-22))
-    tokens = torch.searchsorted(cumulative, target, right=True)
+    # Logits that are not finite, of an adapter that diverged, have no entry above the target.
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     if row_sampling.greedy is not None:
         tokens = torch.where(row_sampling.greedy, scaled.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], (scaled.gather(1, tokens) - total.log())[:, 0], mask
