@@ -26,6 +26,7 @@ import gin
 import msgspec
 import numpy as np
 
+from areal_x.agents.prompt_text import prompt_text
 from areal_x.engines.fleet.connections import answer_of
 from areal_x.engines.fleet.failures import ServerLost, error_message
 from areal_x.engines.fleet.http import Pool
@@ -356,7 +357,7 @@ class Judge:
 def question_of(rubric: str, task: Task, trajectory: Trajectory, tokenizer: Any) -> str:
     """Returns the rubric with its places filled: once, so that a model's text cannot fill others."""
     values: dict[str, Callable[[], str]] = {
-        "prompt": lambda: prompt_text(task.prompt),
+        "prompt": lambda: prompt_text(task.prompt, roles=True),
         "answer": lambda: "" if task.answer is None else str(task.answer),
         "response": lambda: last_text(trajectory, tokenizer),
         "transcript": lambda: str(
@@ -374,18 +375,3 @@ def last_text(trajectory: Trajectory, tokenizer: Any) -> str:
     begins = np.flatnonzero(np.diff(own) > 1)
     first = own[begins[-1] + 1] if len(begins) else own[0]
     return text_of(tokenizer, trajectory.tokens[first : own[-1] + 1])
-
-
-def prompt_text(prompt: str | Sequence[Message]) -> str:
-    """Returns a prompt as text: of messages, a paragraph each, without images."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{message['role']}: {content_text(message)}" for message in prompt)
-
-
-def content_text(message: Message) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    parts = [part.get("text") or f"[{part.get('type', 'part')}]" for part in content]
-    return "\n".join(parts)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import gin
 
+from areal_x.agents.prompt_text import prompt_text
 from areal_x.errors import UserError, within
 from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.protocols.workflow import Generator
@@ -297,12 +298,6 @@ def leaves(world: Any, place: str = "") -> dict[str, Any]:
     else:
         return {place: world}
     return {path: x for key, value in pairs for path, x in leaves(value, f"{place}/{key}").items()}
-
-
-def prompt_text(prompt: str | Sequence[Message]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return " ".join(str(message.get("content") or "") for message in prompt)
 
 
 # ---- files

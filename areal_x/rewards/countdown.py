@@ -10,9 +10,9 @@ from fractions import Fraction
 
 import gin
 
+from areal_x.tasks.answer_tags import tagged_answer
 from areal_x.types import Task
 
-OPENED, CLOSED = "<answer>", "</answer>"
 MAX_CHARACTERS = 500  # a longer expression is not evaluated
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
@@ -59,19 +59,9 @@ def _numbers_and_target(task: Task) -> tuple[list[int], int]:
 
 
 def _expression(text: str) -> str:
-    lines = [line for line in _answer(text).splitlines() if line.strip()]
+    lines = [line for line in tagged_answer(text).splitlines() if line.strip()]
     expression = lines[-1].partition("=")[0].translate(SPELLINGS).strip() if lines else ""
     return expression if len(expression) <= MAX_CHARACTERS else ""
-
-
-def _answer(text: str) -> str:
-    """The text between the last pair of tags, or all of it without one. In one pass: the regular
-    expression `<answer>(.*?)</answer>` would scan the rest of the text again for each unclosed
-    tag."""
-    found, at = text, 0
-    while (start := text.find(OPENED, at)) >= 0 and (end := text.find(CLOSED, start)) >= 0:
-        found, at = text[start + len(OPENED) : end], end
-    return found
 
 
 def _value(tree: ast.expr) -> Fraction:

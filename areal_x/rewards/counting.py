@@ -6,9 +6,9 @@ import re
 
 import gin
 
+from areal_x.tasks.answer_tags import tagged_answer
 from areal_x.types import Task
 
-OPENED, CLOSED = "<answer>", "</answer>"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -24,8 +24,7 @@ def number_answer(task: Task, text: str) -> float:
     wanted = last_number(str(task.answer))
     if wanted is None:
         raise ValueError(f"the answer of task {task.id} is no number: {task.answer!r}")
-    _, opened, rest = text.rpartition(OPENED)
-    return float(last_number(rest.partition(CLOSED)[0] if opened else text) == wanted)
+    return float(last_number(tagged_answer(text)) == wanted)
 
 
 def last_number(text: str) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 import gin
 
 from areal_x.errors import UserError
+from areal_x.tasks.answer_tags import tagged_answer
 from areal_x.types import Message, Task
 
 MARK = "<image>"  # where a picture stands in a question
@@ -53,7 +54,7 @@ def picture_task(record: Mapping[str, Any], id: str, instruction: str = "") -> T
         raise UserError(f"the question of task {id!r} is no text but {type(text).__name__}")
     content = content_of(text, shown, instruction, id)
     message: Message = {"role": "user", "content": content}
-    return Task(id, [message], answer_of(record[answer]), rest)
+    return Task(id, [message], tagged_answer(str(record[answer])).strip(), rest)
 
 
 def field_of(record: Mapping[str, Any], names: Sequence[str], id: str) -> str:
@@ -83,13 +84,6 @@ def content_of(text: str, urls: Sequence[str], instruction: str, id: str) -> lis
         if piece.strip():
             parts.append({"type": "text", "text": piece})
     return parts
-
-
-def answer_of(answer: Any) -> str:
-    """Returns an answer as text, without the tags around it."""
-    text = str(answer)
-    _, opened, rest = text.rpartition("<answer>")
-    return (rest.partition("</answer>")[0] if opened else text).strip()
 
 
 def url_of(picture: Any, id: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
@@ -127,6 +128,7 @@ class File(Lenient):
     file_data: str | None = None
     filename: str | None = None
 
+    @cached_property  # to be counted and shown, and a file may be large
     def text(self) -> str | None:
         return None if self.file_data is None else text_at(self.file_data)
 
@@ -138,10 +140,10 @@ class FilePart(Omitted):
     file: File
 
     def omitted(self) -> str | None:
-        return self.type if self.file.text() is None else None
+        return self.type if self.file.text is None else None
 
     def shown(self) -> str:
-        text = self.file.text()
+        text = self.file.text
         return notice("A file", self.file.filename) if text is None else text
 
 
@@ -151,10 +153,10 @@ class InputFilePart(File, Omitted):
     type: Literal["input_file"]
 
     def omitted(self) -> str | None:
-        return self.type if self.text() is None else None
+        return self.type if self.text is None else None
 
     def shown(self) -> str:
-        text = self.text()
+        text = self.text
         return notice("A file", self.filename) if text is None else text
 
 
@@ -199,6 +201,7 @@ class DocumentSource(Lenient):
         None
     )
 
+    @cached_property
     def text(self) -> str | None:
         if self.content is not None:
             return joined(self.content)
@@ -214,10 +217,10 @@ class DocumentBlock(Omitted):
     context: str | None = None
 
     def omitted(self) -> str | None:
-        return self.type if self.source.text() is None else None
+        return self.type if self.source.text is None else None
 
     def shown(self) -> str:
-        text = self.source.text()
+        text = self.source.text
         if text is None:
             return notice("A document", self.title or self.source.media_type or None)
         return "\n".join(part for part in (self.title, self.context, text) if part)

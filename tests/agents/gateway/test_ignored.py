@@ -89,6 +89,22 @@ def test_images_and_files_of_responses_too(talk):
     assert one.session.ignored == {"messages: input_image": 1}
 
 
+def test_a_file_is_decoded_once_a_request(talk, monkeypatch):
+    decoded = []
+    decode = base64.b64decode
+    monkeypatch.setattr(base64, "b64decode", lambda data, **how: decoded.append(data) or decode(data, **how))
+    one = talk()
+    data = f"data:text/csv;base64,{TEXT}"
+    for path, part in (
+        ("/chat/completions", {"type": "file", "file": {"file_data": data}}),
+        ("/responses", {"type": "input_file", "file_data": data}),
+        ("/messages", {"type": "document", "source": {"type": "base64", "media_type": "text/csv", "data": TEXT}}),
+    ):
+        decoded.clear()
+        sent(one, path, **{"input" if path == "/responses" else "messages": [{"role": "user", "content": [part]}]})
+        assert decoded == [TEXT]
+
+
 def test_blocks_of_anthropics_messages_too_and_reasoning_that_is_encrypted_is_left_out(talk):
     one = talk()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
