@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from areal_x.agents.prompt_text import content_text
 from areal_x.runtime import guard
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Task
@@ -44,22 +45,24 @@ async def run_program(
     directory: str,
     output_bytes: int,
     processes: int,
+    standard_input: bytes | None = None,
+    folder: str | None = None,
 ) -> str:
     """Returns the last `output_bytes` bytes that the program printed, decoded.
 
-    environment: all of its variables except AREAL_X_TASK. processes: most at once. Cancelling this
-    ends the program and everything that it started.
+    environment: all of its variables except AREAL_X_TASK. processes: most at once. standard_input:
+    the program may read it or not. folder: deleted when the program has ended, however it did.
+    Cancelling this ends the program and everything that it started.
 
     Raises: ProgramFailed with the end of its standard error.
     """
-    words = [
-        word.replace("{id}", task.id).replace("{prompt}", prompt_text(task)) for word in command
-    ]
+    prompt = last_message_text(task)
+    words = [word.replace("{id}", task.id).replace("{prompt}", prompt) for word in command]
     lifeline_end, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *guard.command(MODULE, lifeline_end, words, processes, flags=("-I", "-S")),
-            stdin=asyncio.subprocess.DEVNULL,
+            *guard.command(MODULE, lifeline_end, words, processes, folder, flags=("-I", "-S")),
+            stdin=asyncio.subprocess.DEVNULL if standard_input is None else asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=directory,
@@ -75,8 +78,10 @@ async def run_program(
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        printed, complained = await asyncio.gather(
-            last_bytes(process.stdout, output_bytes), last_bytes(process.stderr, output_bytes)
+        printed, complained, _ = await asyncio.gather(
+            last_bytes(process.stdout, output_bytes),
+            last_bytes(process.stderr, output_bytes),
+            write_all(process.stdin, standard_input or b""),
         )
     finally:
         os.close(lifeline)  # ends the program, if it still runs
@@ -124,6 +129,16 @@ async def last_bytes(stream: asyncio.StreamReader, most: int) -> str:
     return kept.decode(errors="replace")
 
 
+async def write_all(stream: asyncio.StreamWriter | None, data: bytes) -> None:
+    """Writes to a program that may end before it has read everything, and closes its input."""
+    if stream is None:
+        return
+    with suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
 def task_json(task: Task) -> str:
     prompt: Any = (
         task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt]
@@ -131,6 +146,6 @@ def task_json(task: Task) -> str:
     return json.dumps({"id": task.id, "prompt": prompt, "metadata": dict(task.metadata)})
 
 
-def prompt_text(task: Task) -> str:
+def last_message_text(task: Task) -> str:
     """Returns the prompt as one text: the last message's, if it is a list of messages."""
-    return task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])
+    return task.prompt if isinstance(task.prompt, str) else content_text(task.prompt[-1])

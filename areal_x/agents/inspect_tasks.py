@@ -15,25 +15,19 @@ reached as an OpenAI-compatible server at a session of the run's gateway.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gin
 
-from areal_x.agents.external_program import inherited_environment
-from areal_x.errors import UserError, at_least
+from areal_x.agents.package_programs import listed, played
+from areal_x.errors import at_least
 from areal_x.types import Task
 
 ABOUT = "inspect"  # key of a task's metadata
 PROGRAM = str(Path(__file__).with_name("inspect_program.py"))
-LIST_SECONDS = 600.0  # to load a task and its dataset
-ERROR_CHARACTERS = 400
 
 
 @gin.configurable
@@ -61,33 +55,14 @@ def inspect_tasks(
     """
     if size is not None:
         at_least("inspect_tasks.size", size, 1)
-    python = python or sys.executable
     about = {
         "task": task,
         "arguments": dict(arguments or {}),
         "scorer": scorer,
-        "python": python,
+        "python": python or sys.executable,
         "variables": list(variables),
     }
-    try:
-        done = subprocess.run(
-            [python, PROGRAM],
-            input=json.dumps(about),
-            env=inherited_environment(variables),
-            capture_output=True,
-            text=True,
-            timeout=LIST_SECONDS,
-            check=False,
-        )
-        found = json.loads(done.stdout.splitlines()[-1])["samples"] if not done.returncode else None
-    except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"inspect_tasks.task = {task!r} cannot be loaded: {error}") from None
-    if found is None:
-        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no reason given"
-        raise UserError(
-            f"inspect_tasks.task = {task!r} cannot be loaded ({reason[-ERROR_CHARACTERS:]}): install"
-            f" inspect-ai and the task where {python} finds them"
-        )
+    found = listed(PROGRAM, about, f"inspect_tasks.task = {task!r}", "inspect-ai and the task")
     return [
         Task(f"{task}/{sample}", "", metadata={ABOUT: about, "sample": sample})
         for sample in found[:size]
@@ -101,26 +76,9 @@ async def inspect_agent(task: Task, base_url: str, api_key: str) -> float:
 
     Raises: RuntimeError for a sample that failed.
     """
-    about = task.metadata[ABOUT]
-    request = {**about, "sample": task.metadata["sample"], "base_url": base_url}
-    process = await asyncio.create_subprocess_exec(
-        about["python"],
-        PROGRAM,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**inherited_environment(about["variables"]), "INSPECT_KEY": api_key},
-        start_new_session=True,
-    )
+    about, sample = task.metadata[ABOUT], task.metadata["sample"]
     try:
-        printed, complained = await process.communicate(json.dumps(request).encode())
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-    try:
-        result = json.loads(printed.splitlines()[-1])
-    except (ValueError, LookupError):
-        result = {"error": complained.decode(errors="replace")[-ERROR_CHARACTERS:]}
-    if "error" in result:
-        raise RuntimeError(f"inspect-ai could not evaluate the sample: {result['error']}")
+        result = await played(PROGRAM, about, sample, base_url, api_key)
+    except RuntimeError as error:
+        raise RuntimeError(f"inspect-ai could not evaluate the sample: {error}") from None
     return float(result["score"])

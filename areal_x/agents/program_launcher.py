@@ -9,8 +9,8 @@ import sys
 from areal_x.runtime import guard
 
 
-def main(lifeline_fd: int, words: list[str], processes: int) -> None:
-    """words: the command. processes: most that it may run at once."""
+def main(lifeline_fd: int, words: list[str], processes: int, folder: str | None = None) -> None:
+    """words: the command. processes: most that it may run at once. folder: deleted at the end."""
 
     def work() -> None:
         try:
@@ -20,5 +20,10 @@ def main(lifeline_fd: int, words: list[str], processes: int) -> None:
             os._exit(127)
 
     guard.run_guarded(
-        work, lifeline_fd, owners_fds=(1, 2), processes=processes, ends_with_worker=True
+        work,
+        lifeline_fd,
+        owners_fds=(1, 2),
+        processes=processes,
+        folder=folder,
+        ends_with_worker=True,
     )
