@@ -18,10 +18,11 @@ SGLANG_BASE ?= python3.11
 ASCEND ?= .venv-ascend
 ASCEND_BASE ?= python3.11
 ASCEND_PIP := $(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check
-# Packages of benchmarks and their agents, three environments since each needs other versions: of the tests with verifiers, OpenEnv and the
-# SDKs of containers; of inspect-ai; of mini-swe-agent.
+# Packages of benchmarks and their agents, four environments since each needs other versions: of the tests with verifiers, OpenEnv, τ²-bench
+# and the SDKs of containers; of inspect-ai; of NeMo Gym's servers; of mini-swe-agent.
 BENCHMARKS ?= .venv-benchmarks
 INSPECT ?= .venv-inspect
+NEMO_GYM ?= .venv-nemo-gym
 MINI ?= examples/swe/.venv
 # The system's Chromium; playwright and axe are in an environment of their own.
 BROWSER ?= .venv-browser
@@ -60,8 +61,10 @@ clients: $(VENV)/test.stamp $(CLIENTS)/npm.stamp $(CLIENT_ENVIRONMENTS)  ## the 
 	AREAL_X_CLIENTS=$(CLIENTS) $(BIN)/python benchmarks/clients.py
 
 benchmarks: $(BENCHMARKS)/benchmarks.stamp  ## the tests with real packages of benchmarks, SDKs of containers and mini-swe-agent, in environments of their own
-	PATH=$(abspath $(BENCHMARKS)/bin):$$PATH INSPECT_PYTHON=$(INSPECT)/bin/python $(BENCHMARKS)/bin/python -m pytest \
+	PATH=$(abspath $(BENCHMARKS)/bin):$$PATH INSPECT_PYTHON=$(INSPECT)/bin/python NEMO_GYM_PYTHON=$(NEMO_GYM)/bin/python \
+		$(BENCHMARKS)/bin/python -m pytest \
 		tests/agents/test_verifiers_tasksets.py tests/agents/test_openenv.py tests/agents/test_inspect_tasks.py \
+		tests/agents/test_nemo_gym.py tests/agents/test_tau2_tasks.py \
 		tests/sandbox/test_cloud_containers.py tests/examples/test_swe.py
 
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
@@ -135,12 +138,14 @@ $(ASCEND)/ascend.stamp: requirements/ascend-cpu.txt pyproject.toml backends/torc
 	$(ASCEND_PIP) --editable . --editable backends/torch
 	touch $@
 
-# By uv: pip takes many minutes to find versions that go together.
-$(BENCHMARKS)/benchmarks.stamp: pyproject.toml requirements/benchmarks.txt requirements/inspect.txt examples/swe/requirements.txt
-	for venv in $(BENCHMARKS) $(INSPECT) $(MINI); do $(PYTHON) -m venv $$venv || exit 1; done
+# By uv: pip takes many minutes to find versions that go together. nemo-gym's servers run with Python 3.11, for which it is not declared.
+$(BENCHMARKS)/benchmarks.stamp: pyproject.toml requirements/benchmarks.txt requirements/inspect.txt requirements/nemo-gym.txt examples/swe/requirements.txt
+	for venv in $(BENCHMARKS) $(INSPECT) $(NEMO_GYM) $(MINI); do $(PYTHON) -m venv $$venv || exit 1; done
 	$(BENCHMARKS)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(BENCHMARKS)/bin/uv pip install --quiet --python $(BENCHMARKS)/bin/python --requirement requirements/benchmarks.txt --editable '.[agents]'
 	$(BENCHMARKS)/bin/uv pip install --quiet --python $(INSPECT)/bin/python --requirement requirements/inspect.txt
+	$(BENCHMARKS)/bin/uv pip install --quiet --python $(NEMO_GYM)/bin/python --requirement requirements/nemo-gym.txt
+	$(NEMO_GYM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python nemo-gym==0.7.0
 	$(BENCHMARKS)/bin/uv pip install --quiet --python $(MINI)/bin/python --requirement examples/swe/requirements.txt
 	touch $@
 
@@ -161,4 +166,4 @@ $(CLIENTS)/%/stamp: requirements/clients/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) $(BROWSER) $(CLIENTS) $(BENCHMARKS) $(INSPECT) $(MINI) build dist site *.egg-info backends/*/*.egg-info
+	rm -rf $(VENV) $(LOCK) $(SGLANG) $(ASCEND) $(BROWSER) $(CLIENTS) $(BENCHMARKS) $(INSPECT) $(NEMO_GYM) $(MINI) build dist site *.egg-info backends/*/*.egg-info

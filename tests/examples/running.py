@@ -73,15 +73,19 @@ class Script:
         return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
 
 
+def spoken(shown: Trajectory) -> list[Int32[np.ndarray, " N"]]:
+    """What the model says in a demonstration, turn by turn."""
+    borders = np.flatnonzero(np.diff(shown.mask.astype(int))) + 1
+    return [shown.tokens[part] for part in np.split(np.arange(len(shown)), borders) if shown.mask[part[0]]]
+
+
 def conversed(workflow: Workflow, model: Path, task: Task, shown: Trajectory) -> Episode:
     """The episode in which a model says, turn by turn, what the demonstration says."""
-    borders = np.flatnonzero(np.diff(shown.mask.astype(int))) + 1
-    parts = [part for part in np.split(np.arange(len(shown)), borders) if shown.mask[part[0]]]
 
     async def run() -> Episode:
         ready = workflow.setup(load_tokenizer(model))
         try:
-            episode = await ready.run(task, Script([shown.tokens[part] for part in parts]))
+            episode = await ready.run(task, Script(spoken(shown)))
         finally:
             await ready.close()
         assert isinstance(episode, Episode), episode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import (
     of_algorithms,
+    of_benchmarks,
     of_clients,
     of_code,
     of_containers,
@@ -26,6 +27,7 @@ from tests.mutants import (
 
 MUTANTS = [
     *of_algorithms.MUTANTS,
+    *of_benchmarks.MUTANTS,
     *of_code.MUTANTS,
     *of_containers.MUTANTS,
     *of_trainers.MUTANTS,
