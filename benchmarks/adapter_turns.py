@@ -42,6 +42,7 @@ from areal_x.runtime.thread import OneThread
 from areal_x.testing.models import write_tokenizer
 from areal_x.tinker import requests
 from areal_x.tinker.data import Datum
+from areal_x.tinker.embedded_weights import EmbeddedWeights
 from areal_x.tinker.gathering import Gathering
 from areal_x.tinker.host import EXACT, TrainerHost, Work
 from areal_x.tinker.models import Model, Shape, Source
@@ -57,7 +58,8 @@ class Clients:
         self.host = TrainerHost(args.backend, config, exact=args.exact)
         self.thread = OneThread("the trainer")
         write_tokenizer(place)  # whose ends no answer has: `stop` is empty
-        self.samplers = Samplers(self.host, self.thread, load_tokenizer(place), args.slots)
+        weights = EmbeddedWeights(self.host, self.thread, args.slots)
+        self.samplers = Samplers(self.host, self.thread, load_tokenizer(place), weights)
         self.gathering = Gathering(self.host, self.thread)
         self.models = [Model(f"{i}", Shape(rank), place / str(i), seed=i) for i, rank in enumerate(RANKS)]
         self.turns = 0

@@ -105,8 +105,12 @@ class Request:
     completion with the token that completes one; other engines ignore them."""
 
     adapter: str | None = None
-    """The adapter to sample with, of those that an embedded engine was given (`put_adapter`); None
-    for the model that it has. Other engines sample with what they have."""
+    """The adapter to sample with, of those that an embedded engine was given (`put_adapter`), or
+    servers (`FleetEngine.add_adapter`); None for the model that they have. Other engines sample with
+    what they have."""
+
+    kept: bool = True
+    """Whether an engine of servers that reports what truncated sampling kept reports it here."""
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,13 @@ from areal_x.tinker.futures import Futures, Line, Outcome, Unknown
 from areal_x.tinker.gathering import Gathering
 from areal_x.tinker.host import TrainerHost
 from areal_x.tinker.journal import Journal, Sent
-from areal_x.tinker.models import Model, Shape, Source
+from areal_x.tinker.models import MOST_EPHEMERAL, NOT_THERE, Model, Shape, Source
 from areal_x.tinker.sampling import Samplers
 from areal_x.tinker.snapshots import Snapshots
 
 LOG = logging.getLogger(__name__)
 
 MOST_SESSIONS, MOST_MODELS, MOST_SAMPLERS = 1024, 64, 4096
-MOST_EPHEMERAL = 16  # unnamed sampler weights that are kept, those that were sampled from last
 SILENT_SECONDS = 600.0  # clients send a sign of life every 10
 LASTING = ("forward_backward", "optim_step", "load_weights", "create_model")  # change a model
 
@@ -182,6 +181,7 @@ class Account:
 
     def begin_model(self, session_id: str, number: int, shape: Shape, seed: int) -> Trained:
         """Registers a new model, unless this is the request of before. Raises: UserError; Unknown."""
+        self.server.samplers.weights.check(shape)
         session = self.session(session_id)
         id = f"{session.id}:train:{number}"
         if id in self.models:
@@ -299,7 +299,7 @@ class Account:
             own, about = self.readable(ref)
             shape = Shape(about.rank, about.attention, about.mlp)
             name = f"{own.directory.name}/{ref}@{about.created}"
-            source = Source(name, shape, own.place(ref))
+            source = Source(name, shape, own.place(ref), created=about.created)
         id = f"{session.id}:sample:{body.sampling_session_seq_id}"
         self.new_sampler(session, id, Sampler(source, body.model_path, base))
         return id
@@ -370,11 +370,8 @@ class Account:
                     f"this server has no model {sampler.base!r}: start it with --teacher"
                 )
             samplers = self.server.teachers[sampler.base]
-        if source.shape is not None and not (source.directory / "state").is_dir():
-            raise UserError(
-                f"the weights to sample from are gone: of unnamed ones the last {MOST_EPHEMERAL}"
-                " that were sampled from are kept, and checkpoints until they expire or are deleted"
-            )
+        if not source.is_there():
+            raise UserError(NOT_THERE)
         if source.directory in self._ephemeral:
             self._use(source.directory)
         # A request without a seed has the same one after a restart.
@@ -390,6 +387,7 @@ def described(sampler: Sampler) -> dict[str, Any]:
         "name": source.name,
         "shape": None if source.shape is None else asdict(source.shape),
         "directory": str(source.directory.absolute()),
+        "created": source.created,
         "base": sampler.base,
         "follows": sampler.follows,
     }

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.errors import UserError
-from areal_x.tinker.models import write_whole
+from areal_x.tinker.models import ABOUT, write_whole
 from areal_x.tinker.snapshots import flush_tree
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SCHEME = "tinker://"
 RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-ABOUT, OF_RUN = "checkpoint.json", "run.json"
+OF_RUN = "run.json"
 TTL_SECONDS = 3600, 10 * 366 * 24 * 3600
 
 

@@ -16,7 +16,14 @@ from pathlib import Path
 import gin
 import uvicorn
 
-from areal_x.errors import UserError
+from areal_x.cluster.trainers import HERE
+from areal_x.engines.fleet.config import PROGRAMS, FleetConfig
+from areal_x.engines.fleet.named_adapters import AdapterRoom
+from areal_x.engines.fleet.speculation import check_run as check_speculation
+from areal_x.engines.sglang.config import SGLangConfig
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.errors import ConfigError, UserError, positive
+from areal_x.experiment import Experiment
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.runtime import loop
@@ -25,16 +32,19 @@ from areal_x.runtime.credentials import write_address
 from areal_x.runtime.thread import OneThread
 from areal_x.tinker.account import Server
 from areal_x.tinker.app import application
+from areal_x.tinker.embedded_weights import EmbeddedWeights
 from areal_x.tinker.host import EXACT, TrainerHost
 from areal_x.tinker.journal import Journal
 from areal_x.tinker.recovery import check_base, recover
-from areal_x.tinker.sampling import Samplers
+from areal_x.tinker.sampling import SampledWeights, Samplers
+from areal_x.tinker.served_weights import ServedWeights, create_engine
 from areal_x.train import with_config
 
 DESCRIPTION = """Serves training and sampling to clients of the Tinker API, on this machine.
 
     areal-x tinker --model Qwen/Qwen3-0.6B
     areal-x tinker examples/arithmetic/grpo.gin -b "train.backend = 'torch'"
+    areal-x tinker --model Qwen/Qwen3-8B --engine vllm --max-rank 32
 
 Clients take the address and the key that are printed from the environment: TINKER_BASE_URL and
 TINKER_API_KEY. A server that is started again in its directory, however it ended, goes on with the
@@ -44,6 +54,7 @@ LOOPBACK = "127.0.0.1"
 PREFIX = "tml-"  # without which clients refuse a key
 ADDRESS = "tinker.json"
 CLOSING_SECONDS = 2
+MAX_RANK, MAX_ADAPTERS = 64, 8  # of servers
 MOST_CONNECTIONS = 2048  # clients keep a connection for each request that they wait for
 FAILED = 1
 
@@ -56,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def work(_: object) -> None:
             experiment = gin.get_configurable("train")()
             config = replace(experiment.trainer, row_length=experiment.row_length)
-            serve(options, experiment.backend, config, experiment.embedded.slots)
+            slots, program = experiment.embedded.slots, options.engine or experiment.engine
+            fleet = getattr(experiment, program) if program in PROGRAMS else None
+            if fleet is not None:
+                check_file(experiment, fleet)
+            serve(options, experiment.backend, config, slots, fleet)
 
         return with_config(options.file, options.bindings, work)
     try:
@@ -65,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lora=LoRAConfig(),
             row_length=options.context or 4096,
         )
-        serve(options, options.backend, config, options.slots)
+        fleet = fleet_config(options.engine, options.slots)
+        serve(options, options.backend, config, options.slots, fleet)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -101,6 +117,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="samples",
         help="what does not depend on other clients' requests, bit for bit (samples)",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("embedded", *PROGRAMS),
+        help="samples; by default train.engine of the file, or the backend's own (embedded)",
+    )
+    parser.add_argument(
+        "--max-rank",
+        type=int,
+        help="rank of the largest adapter, with servers: by default lora.rank of the file, or"
+        f" {MAX_RANK}",
+    )
+    parser.add_argument(
+        "--max-adapters",
+        type=int,
+        default=MAX_ADAPTERS,
+        help=f"adapters in one batch of a server ({MAX_ADAPTERS})",
+    )
     parser.add_argument("--name", help="base_model of the clients; by default the model's path")
     parser.add_argument(
         "--teacher",
@@ -126,6 +159,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.file is None and options.bindings:
         parser.error("-b binds settings of a FILE.gin")
     return options
+
+
+def fleet_config(program: str | None, slots: int) -> FleetConfig | None:
+    """Returns the settings of servers without a file; None for the embedded engine."""
+    kinds: dict[str | None, type[FleetConfig]] = {"vllm": VLLMConfig, "sglang": SGLangConfig}
+    return kinds[program](concurrency=slots) if program in kinds else None
+
+
+def room_of(options: argparse.Namespace, config: TrainerConfig) -> AdapterRoom:
+    """Returns the adapters that servers get room for. Raises: ConfigError."""
+    rank = options.max_rank
+    if rank is None:
+        rank = config.lora.rank or MAX_RANK
+    positive("--max-rank", rank)
+    positive("--max-adapters", options.max_adapters)
+    return AdapterRoom(rank, options.max_adapters)
+
+
+def report(line: str) -> None:
+    """Shows what servers do, beside the lines for the shell on standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def check_file(experiment: Experiment, fleet: FleetConfig) -> None:
+    """Raises: ConfigError for settings of a run whose servers do not serve clients so."""
+    for name, value, wanted in (("colocate", False, "False"), ("cluster", HERE, f"{HERE!r}")):
+        if (found := getattr(experiment, name)) != value:
+            why = "with areal-x tinker and servers, which sample while adapters train"
+            raise ConfigError(f"train.{name}", found, f"{wanted} {why}")
+    check_speculation(experiment.speculation, fleet, None, adapters=True)
 
 
 def address_of(file: Path) -> dict[str, str]:
@@ -184,11 +247,14 @@ def serve(
     backend: str,
     config: TrainerConfig,
     slots: int,
+    fleet: FleetConfig | None = None,
     message: Callable[[str], None] = print,
 ) -> None:
-    """Serves until it is interrupted.
+    """Serves until it is interrupted. fleet: the settings of servers that sample; None for the
+    embedded engine.
 
-    Raises: UserError for a model that cannot be loaded, or a port that is taken.
+    Raises: UserError for a model that cannot be loaded, a port that is taken, or servers that do not
+    start.
     """
     logging.basicConfig(level=logging.WARNING)
     if options.context:
@@ -196,6 +262,7 @@ def serve(
     options.directory.mkdir(parents=True, exist_ok=True)
     before = address_of(options.directory / ADDRESS)
     keys = read_keys(options.keys, before.get("key"))
+    room = room_of(options, config)
     journal = Journal(options.directory)
     host = TrainerHost(backend, config, exact=options.exact)
     path = config.model.path
@@ -216,11 +283,22 @@ def serve(
 
     async def until_interrupted() -> None:
         thread = OneThread("areal-x tinker")
-        samplers = Samplers(host, thread, tokenizer, slots)
+        embedded = EmbeddedWeights(host, thread, slots)
+        weights: SampledWeights = embedded
+        if fleet is not None:
+            own = replace(fleet, context=fleet.context or host.context)
+            engine = create_engine(own, config.lora, room, host.base, root, report)
+            weights = ServedWeights(engine, host, thread, embedded)
+        samplers = Samplers(host, thread, tokenizer, weights)
         places = root / "checkpoints", root / "working"
-        of_teachers = {x: Samplers(of, thread, tokenizers[x], slots) for x, of in teachers.items()}
+        of_teachers = {
+            x: Samplers(of, thread, tokenizers[x], EmbeddedWeights(of, thread, slots))
+            for x, of in teachers.items()
+        }
         server = Server(host, thread, samplers, name, *places, journal, of_teachers)
         check_base(server)
+        if isinstance(weights, ServedWeights):
+            await weights.start(root / "working")
         served_application = application(server, keys)
         for account in served_application.state.accounts:
             recover(account)

@@ -31,7 +31,7 @@ from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
 from areal_x.tinker import losses
 from areal_x.tinker.data import WIDEST, Datum, Layout, check_sizes, lay_out
 from areal_x.tinker.losses import Config, Evaluated
-from areal_x.tinker.models import Base, Model, Shape, Source, fresh_adapter, write_whole
+from areal_x.tinker.models import NOT_THERE, Base, Model, Shape, Source, fresh_adapter, write_whole
 from areal_x.tinker.turns import Turns
 
 RESIDENT_BYTES = 8 << 30
@@ -402,6 +402,8 @@ class TrainerHost:
                 return own  # they have not changed since
         name = f"{source.name} in {source.directory}"
         if name not in self._resident:
+            if not source.is_there():  # checkpoints are replaced on this thread
+                raise UserError(NOT_THERE)
             state = self.model.read(source.directory / "state", source.shape, optimizer=False)
             self._put(bank, name, source.shape, state)
         self._resident[name] = self._resident.pop(name)

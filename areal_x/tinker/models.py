@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +23,12 @@ from areal_x.tinker.data import Datum
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INITIAL = OptimizerConfig(clip_norm=0.0, weight_decay=0.0)
+ABOUT = "checkpoint.json"  # beside a checkpoint's state
+MOST_EPHEMERAL = 16  # unnamed sampler weights that are kept, those that were sampled from last
+NOT_THERE = (
+    f"the weights to sample from are gone: of unnamed ones the last {MOST_EPHEMERAL} that were sampled"
+    " from are kept, and checkpoints until they expire, or are deleted or overwritten"
+)
 
 T = TypeVar("T")
 
@@ -80,6 +88,24 @@ class Source:
     model: Model | None = None
     steps: int = -1
     """The model whose weights these were, and its steps then."""
+
+    created: float | None = None
+    """When it was saved, if it is a checkpoint: another one may have taken its place since."""
+
+    def is_there(self) -> bool:
+        """True if the directory still holds these weights. The base's are elsewhere."""
+        if self.shape is None:
+            return True
+        if not (self.directory / "state").is_dir():
+            return False
+        if self.created is None:
+            return True
+        try:
+            about = json.loads((self.directory / ABOUT).read_text())
+        except FileNotFoundError:
+            return False
+        lasts = about["expires"] is None or about["expires"] > time.time()
+        return bool(lasts and about["created"] == self.created)
 
 
 class Base:

@@ -69,7 +69,8 @@ def recover(account: Account) -> None:
     for id, _, session, content, joined in journal.rows("samplers", owner):
         about = json.loads(content)
         shape = None if about["shape"] is None else Shape(**about["shape"])
-        source = Source(about["name"], shape, Path(about["directory"]))
+        place, created = Path(about["directory"]), about.get("created")
+        source = Source(about["name"], shape, place, created=created)
         sampler = Sampler(source, about["model_path"], about.get("base", ""), about.get("follows"))
         account.add_sampler(account.sessions[session], id, sampler)
         account.joins[id] = joined

@@ -1,168 +1,61 @@
-"""Sampling from many weights with one engine: the base and all adapters beside it at once, whole
-models one at a time.
+"""What is sampled: sequences, and the log-probabilities of tokens that are there.
 
-    adapters of the base ──▶ engine with the base and the adapters of all running requests
-    a whole model ──▶ line   running requests end, then its weights are loaded
-
-Requests for what is loaded join at once while nobody waits for other weights; a swap takes turns in
-the order of arrival. An adapter comes with its first request, and running ones go on. So every token
-of a request has the weights that it asked for.
+Sequences come from an engine (`SampledWeights`), log-probabilities of prompts from the trainer.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from areal_x.engines.embedded import EmbeddedEngine, StagedSnapshot
 from areal_x.errors import UserError
 from areal_x.hf import endings
 from areal_x.protocols.engine import Completion, Request, SamplingParams, max_new_tokens
-from areal_x.runtime import background
 from areal_x.runtime.thread import OneThread, inline_or_in_pool
 from areal_x.tinker import requests, results
 from areal_x.tinker.host import TrainerHost
-from areal_x.tinker.models import Source
+from areal_x.tinker.models import Shape, Source
 
 MOST_SAMPLES = 1024
 UNSUPPORTED = ("prompt_alt_tokens_k",)
 MOST_TOP = 64  # most likely tokens at a position
-DECODE_STEPS = 8  # after which a request of another client joins the sequences that run
-MOST_ADAPTERS = 16  # in the engine, besides those whose requests run
-BASE = ""  # the name of the base with its adapters, which no other weights have
+
+Generate: TypeAlias = Callable[[Sequence[Request]], Awaitable[Sequence[Completion]]]
 
 
-@dataclass(eq=False)
-class Adapter:
-    """An adapter in the engine, or on its way there. users: its requests."""
+class SampledWeights(Protocol):
+    """An engine, and how the weights of many models come into it. Used on one event loop."""
 
-    users: int = 0
-    ready: asyncio.Future[None] | None = None
+    def check(self, shape: Shape) -> None:
+        """Raises: UserError for a model that cannot be sampled."""
+        ...
+
+    def holding(self, source: Source) -> AbstractAsyncContextManager[Generate]:
+        """Gives what samples from these weights, which stay until the end."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Samplers:
-    """The engine, and the line before it. Used on one event loop."""
+    """Answers requests to sample. Used on one event loop."""
 
-    def __init__(self, host: TrainerHost, thread: OneThread, tokenizer: Any, slots: int) -> None:
+    def __init__(
+        self, host: TrainerHost, thread: OneThread, tokenizer: Any, weights: SampledWeights
+    ) -> None:
         self.host = host
         self.tokenizer = tokenizer
         self.ends = endings.ends(tokenizer)
+        self.weights = weights
         self._thread = thread
-        self._slots = slots
-        self._engine: EmbeddedEngine | None = None
-        self._loaded: str | None = None
-        self._users = 0
-        self._swap: asyncio.Task[None] | None = None
-        self._swaps = 0
-        self._line: deque[tuple[Source, str, asyncio.Future[None]]] = deque()
-        # The adapters in the engine, the least recently used first, and their requests.
-        self._adapters: dict[str, Adapter] = {}
-
-    @asynccontextmanager
-    async def holding(self, source: Source) -> AsyncIterator[tuple[EmbeddedEngine, str | None]]:
-        """Gives the engine with these weights, which stay until the end, and the adapter's name there
-        if they are an adapter's."""
-        at_once = await self._thread.run(self.host.samples_at_once, source)
-        async with self._holding(source, BASE if at_once else source.name) as engine:
-            if not at_once or source.shape is None:
-                yield engine, None
-                return
-            adapter = self._adapters[source.name] = self._adapters.pop(source.name, Adapter())
-            adapter.users += 1
-            try:
-                if adapter.ready is None:
-                    adapter.ready = asyncio.get_running_loop().create_future()
-                    background.start(self._put(engine, source, adapter.ready), "an adapter")
-                await asyncio.shield(adapter.ready)
-                yield engine, source.name
-            finally:
-                adapter.users -= 1
-
-    async def _put(
-        self, engine: EmbeddedEngine, source: Source, ready: asyncio.Future[None]
-    ) -> None:
-        """Brings an adapter into the engine, in place of some that nobody uses."""
-        try:
-            idle = [name for name, x in self._adapters.items() if not x.users]
-            gone = idle[: max(len(self._adapters) - MOST_ADAPTERS, 0)]
-            for name in gone:  # before anything waits: adapters come at the same time
-                del self._adapters[name]
-            await asyncio.gather(*(engine.put_adapter(name, None) for name in gone))
-            given = await self._thread.run(self.host.adapter, source)
-            await engine.put_adapter(source.name, given)
-        except Exception as failure:
-            self._adapters.pop(source.name, None)
-            ready.set_exception(failure)
-        else:
-            ready.set_result(None)
-
-    @asynccontextmanager
-    async def _holding(self, source: Source, key: str) -> AsyncIterator[EmbeddedEngine]:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((source, key, turn))
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._leave()  # it was admitted meanwhile
-            raise
-        try:
-            assert self._engine is not None
-            yield self._engine
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._users -= 1
-        self._admit()
-
-    def _admit(self) -> None:
-        """Admits whoever is first in the line, as long as the weights are theirs."""
-        while self._line and self._swap is None:
-            source, key, turn = self._line[0]
-            if turn.done():  # cancelled
-                self._line.popleft()
-            elif key == self._loaded:
-                self._line.popleft()
-                self._users += 1
-                turn.set_result(None)
-            elif self._users == 0:
-                self._swap = background.start(self._load(source, key), "a swap of weights")
-            else:
-                return
-
-    async def _load(self, source: Source, key: str) -> None:
-        error: Exception | None = None
-        try:
-            if self._engine is None:
-                sampler = await self._thread.run(self.host.sampler, self._slots)
-                engine = EmbeddedEngine(sampler, DECODE_STEPS)
-                await engine.start()
-                self._engine = engine
-            snapshot = await self._thread.run(self.host.snapshot, source)
-            self._swaps += 1
-            await self._engine.swap(StagedSnapshot(snapshot=snapshot, version=self._swaps))
-            self._loaded = key
-        except Exception as failure:
-            error = failure
-        self._swap = None
-        if error is not None:
-            *_, turn = self._line.popleft()
-            if not turn.done():
-                turn.set_exception(error)
-        self._admit()
 
     async def close(self) -> None:
-        if self._engine is not None:
-            await self._engine.close()
+        await self.weights.close()
 
     async def sample(self, source: Source, request: requests.Sample, chance: int) -> results.Result:
         """chance: the seed of a request without one. Raises: UserError for a request that cannot be
@@ -180,10 +73,11 @@ class Samplers:
         seeds = [(first + index) % 2**31 for index in range(request.num_samples)]
         last = request.prompt_logprobs_last_n or len(prompt)
         top: list[np.ndarray] = []
-        async with self.holding(source) as (engine, adapter):
-            asked = [Request(prompt, sampling, seed=seed, adapter=adapter) for seed in seeds]
-            completions: Sequence[Completion] = await asyncio.gather(*engine.submit(asked))
-            likely = partial(self._most_likely, engine, adapter)
+        async with self.weights.holding(source) as generate:
+            completions = await generate(
+                [Request(prompt, sampling, seed=seed, stop=texts, kept=False) for seed in seeds]
+            )
+            likely = partial(self._most_likely, generate)
             found = [
                 await inline_or_in_pool(len(x.tokens), cut, x, texts, self.tokenizer)
                 for x in completions
@@ -204,8 +98,7 @@ class Samplers:
 
     async def _most_likely(
         self,
-        engine: EmbeddedEngine,
-        adapter: str | None,
+        generate: Generate,
         tokens: np.ndarray,
         first: int,
         k: int,
@@ -214,8 +107,7 @@ class Samplers:
         fewer: those that sampling one more token with top_k keeps."""
         sampling = SamplingParams(max_tokens=1, top_k=k)
         places = range(first, len(tokens))
-        asked = [Request(tokens[:place], sampling, seed=0, adapter=adapter) for place in places]
-        completions: Sequence[Completion] = await asyncio.gather(*engine.submit(asked))
+        completions = await generate([Request(tokens[:x], sampling, seed=0) for x in places])
         found = np.full((len(places), k), -1, np.int32)
         for row, completion in zip(found, completions, strict=True):
             kept = completion.kept

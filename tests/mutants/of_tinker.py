@@ -12,6 +12,8 @@ STEPS = ("tests/tinker/test_steps_by_hand.py",)
 MANY = ("tests/tinker/test_many_adapters.py",)
 TEACHERS = ("tests/tinker/test_teachers.py",)
 EXACT_SAMPLES = ("tests/tinker/test_exact_samples.py",)
+SERVED = ("tests/tinker/test_served_weights.py",)
+NAMED = ("tests/engines/fleet/test_named_adapters.py",)
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -238,7 +240,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/tinker/sampling.py",
+        "areal_x/tinker/embedded_weights.py",
         SERVER,
         (
             "Tinker: a swap does not wait for running requests, nor is there one",
@@ -247,7 +249,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/tinker/sampling.py",
+        "areal_x/tinker/embedded_weights.py",
         MANY,
         (
             "Tinker: two adapters that come at the same time make the same room",
@@ -345,6 +347,87 @@ MUTANTS: list[Mutant] = [
             "Tinker: a mistyped recipient is accepted",
             "or check != 1 or size",
             "or size",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/served_weights.py",
+        SERVED,
+        (
+            "Tinker: a checkpoint that was replaced is served under the name of the one before",
+            "if not source.is_there():  # it may have been replaced meanwhile",
+            "if False:",
+        ),
+        (
+            "Tinker: an adapter with requests leaves the servers",
+            "idle = [x for x in self._adapters.values() if not x.users]",
+            "idle = list(self._adapters.values())",
+        ),
+        (
+            "Tinker: adapters of expired checkpoints stay on servers",
+            "gone = [x for x in idle if not x.source.is_there()]",
+            "gone: list[Served] = []",
+        ),
+        (
+            "Tinker: an adapter is larger than the servers have room for",
+            "if shape.rank > self.engine.room.rank:",
+            "if shape.rank > 10 * self.engine.room.rank:",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/models.py",
+        SERVER,
+        (
+            "Tinker: a sampler of a checkpoint that was overwritten answers with the new weights",
+            'return bool(lasts and about["created"] == self.created)',
+            "return bool(lasts)",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/fleet/named_adapters.py",
+        NAMED,
+        (
+            "a server that was started again has the adapters of before",
+            "self._loads.setdefault(replica.client, {})",
+            "self._loads.setdefault(self, {})",
+        ),
+        (
+            "each request loads its adapter",
+            "if name not in loads:",
+            "if True:",
+        ),
+        (
+            "a server that lost its adapters is taken for one that refuses a request",
+            "if model in await replica.client.adapters():\n                raise\n",
+            "raise\n",
+        ),
+        (
+            "an adapter that could not be loaded is never loaded",
+            "            loads.pop(name, None)  # the next request tries again\n",
+            "",
+        ),
+        (
+            "a removed adapter stays on its servers",
+            "await replica.client.unload_adapter(name)",
+            "pass",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/fleet/slices.py",
+        NAMED,
+        ("slices of a request repeat the random numbers of the first", "if not drawn:", "if True:"),
+    ),
+    *planted(
+        "areal_x/engines/vllm/cpu_seeds.py",
+        ("tests/engines/vllm/test_cpu_seeds.py",),
+        (
+            "a preempted request with a seed begins its random numbers again",
+            "made.begin = generator.get_state()",
+            "made.begin = type(made)().manual_seed(generator.initial_seed()).get_state()",
+        ),
+        (
+            "what vLLM discards takes random numbers",
+            "self.set_state(self.begin)",
+            "pass",
         ),
     ),
 ]

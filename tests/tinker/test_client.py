@@ -21,6 +21,8 @@ from areal_x.testing.models import write_model
 PROGRAM = Path(__file__).parent / "client_program.py"
 PYTHON = os.environ.get("TINKER_PYTHON")
 KEY = "tml-a-key-for-the-tests"
+SERVED = pytest.param("torch", "vllm", marks=[pytest.mark.server, pytest.mark.xdist_group("vllm")])
+BY = [("torch", "embedded"), ("jax", "embedded"), SERVED]
 
 needs_client = pytest.mark.skipif(PYTHON is None, reason="TINKER_PYTHON names no Python with the tinker client")
 
@@ -49,17 +51,17 @@ def serving(place: Path, model: str, *options: str) -> Iterator[dict[str, str]]:
 @needs_client
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_a_program_of_the_client_trains_samples_saves_and_lists(tmp_path: Path, backend: str) -> None:
-    check(run(tmp_path, backend, PROGRAM))
+@pytest.mark.parametrize(("backend", "engine"), BY)
+def test_a_program_of_the_client_trains_samples_saves_and_lists(tmp_path: Path, backend: str, engine: str) -> None:
+    check(run(tmp_path, backend, PROGRAM, "--engine", engine))
 
 
-def run(place: Path, backend: str, program: Path) -> dict[str, Any]:
+def run(place: Path, backend: str, program: Path, *options: str) -> dict[str, Any]:
     """Runs a program against a server of a tiny model and returns what it prints."""
     pytest.importorskip(f"areal_x_{backend}")
     write_model(place / "m", num_hidden_layers=1)
     assert PYTHON is not None
-    with serving(place, "m", "--backend", backend, "--context", "128", "--slots", "4") as environment:
+    with serving(place, "m", "--backend", backend, "--context", "128", "--slots", "4", *options) as environment:
         clean = {name: x for name, x in environment.items() if name != "PYTHONPATH"}
         ran = subprocess.run([PYTHON, program, "m"], cwd=place, env=clean, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -71,9 +73,9 @@ def run(place: Path, backend: str, program: Path) -> dict[str, Any]:
 @needs_client
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_clients_of_several_adapters_at_once_get_what_each_alone_gets(tmp_path: Path, backend: str) -> None:
-    found = run(tmp_path, backend, PROGRAM.with_name("adapters_program.py"))
+@pytest.mark.parametrize(("backend", "engine"), BY)
+def test_clients_of_several_adapters_at_once_get_what_each_alone_gets(tmp_path: Path, backend: str, engine: str) -> None:
+    found = run(tmp_path, backend, PROGRAM.with_name("adapters_program.py"), "--engine", engine)
     for one, own in zip(found["at_once"], found["alone"], strict=True):
         np.testing.assert_allclose(one["losses"], own["losses"], rtol=1e-4, atol=1e-4)
         assert one["losses"][-2] < one["losses"][0]
@@ -117,6 +119,7 @@ def check(found: dict[str, Any]) -> None:
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--model", "m", "--keys", "none"], "cannot be read"),
         (["--model", "m", "-b", "x = 1"], "-b binds settings"),
+        (["--model", "m", "--engine", "vllm", "--max-rank", "0"], "--max-rank = 0"),
     ],
 )
 def test_a_wrong_command_line_ends_with_a_sentence(

@@ -18,8 +18,9 @@ from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.runtime.thread import OneThread
 from areal_x.testing.models import write_model
-from areal_x.tinker import gathering, requests, sampling
+from areal_x.tinker import embedded_weights, gathering, requests
 from areal_x.tinker.data import Datum
+from areal_x.tinker.embedded_weights import EmbeddedWeights
 from areal_x.tinker.gathering import Gathering, shares
 from areal_x.tinker.host import TrainerHost, Work
 from areal_x.tinker.losses import LOSSES
@@ -246,7 +247,7 @@ def test_adapters_and_versions_of_them_are_sampled_together(
     host: TrainerHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sampler's log-probabilities of what each sampled are the trainer's."""
-    monkeypatch.setattr(sampling, "MOST_ADAPTERS", 1)  # so that those of the first requests make room for the others'
+    monkeypatch.setattr(embedded_weights, "MOST_ADAPTERS", 1)  # so that those of the first requests make room for the others'
     models = [Model(str(i), Shape(2 + 3 * i, mlp=i != 1), tmp_path / str(i), seed=i) for i in range(3)]
     sources = [Source("base", None, tmp_path / "base")]
     for version in range(2):
@@ -259,14 +260,14 @@ def test_adapters_and_versions_of_them_are_sampled_together(
 
     async def sample() -> list[Any]:
         thread = OneThread("tinker")
-        samplers = Samplers(host, thread, load_tokenizer(host.base), 8)
+        samplers = Samplers(host, thread, load_tokenizer(host.base), EmbeddedWeights(host, thread, 8))
         tokens = list(range(2, 10))
         try:
             found = []
             for part in (sources[:4], sources[4:]):
                 found += await asyncio.gather(*(samplers.sample(x, sample_request(tokens), 0) for x in part))
-            assert len(samplers._adapters) == 3
-            assert samplers._swaps == 1  # the base, once
+            assert len(samplers.weights._adapters) == 3  # type: ignore[attr-defined]
+            assert samplers.weights._swaps == 1  # type: ignore[attr-defined]  # the base, once
             again = await samplers.sample(sources[2], sample_request(tokens), 0)
         finally:
             await samplers.close()

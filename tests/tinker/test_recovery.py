@@ -26,6 +26,7 @@ from areal_x.tinker import results, snapshots
 from areal_x.tinker.account import Server
 from areal_x.tinker.app import application
 from areal_x.tinker.checkpoints import heal
+from areal_x.tinker.embedded_weights import EmbeddedWeights
 from areal_x.tinker.host import TrainerHost
 from areal_x.tinker.journal import Journal
 from areal_x.tinker.recovery import check_base, recover
@@ -49,7 +50,7 @@ def serving(
 
     def samplers_of(path: Path) -> Samplers:
         host = TrainerHost("torch", TrainerConfig(model=ModelConfig(path=str(path)), row_length=64, **of))
-        return Samplers(host, thread, load_tokenizer(path), 4)
+        return Samplers(host, thread, load_tokenizer(path), EmbeddedWeights(host, thread, 4))
 
     samplers, others = samplers_of(model), {name: samplers_of(path) for name, path in (teachers or {}).items()}
     places = root / "checkpoints", root / "working"

@@ -24,6 +24,7 @@ from areal_x.testing.models import CHARACTERS, write_model
 from areal_x.tinker import app, datums, futures, reading, wire
 from areal_x.tinker.account import Server, owner_of
 from areal_x.tinker.app import ROUTES, application
+from areal_x.tinker.embedded_weights import EmbeddedWeights
 from areal_x.tinker.host import TrainerHost
 from areal_x.tinker.journal import Journal
 from areal_x.tinker.sampling import Samplers
@@ -40,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = write_model(root / "m", num_hidden_layers=1)
     host = TrainerHost("torch", TrainerConfig(model=ModelConfig(path=str(model)), row_length=64))
     thread = OneThread("tinker")
-    samplers = Samplers(host, thread, load_tokenizer(model), 4)
+    samplers = Samplers(host, thread, load_tokenizer(model), EmbeddedWeights(host, thread, 4))
     yield Server(host, thread, samplers, BASE, root / "checkpoints", root / "working", Journal(root))
     thread.close()
 
@@ -225,6 +226,30 @@ def test_an_inflight_sampler_has_the_newest_weights_that_were_saved_for_one(clie
     assert (scores(moving, 2).expected, scores(fixed, 1).expected) == (after, before)
     wrong = {"model_id": model.id, "seq_id": 9, "sampling_session_seq_id": 9, "kind": "moving"}
     assert "one of snapshot, inflight" in post(client, "save_weights_for_sampler", OURS, 400, **wrong)["error"]
+
+
+def test_a_sampler_of_a_checkpoint_that_was_overwritten_answers_for_no_other(client: TestClient) -> None:
+    model = Trained(client)
+
+    def saved(**body: Any) -> str:
+        path: str = model.do("save_weights_for_sampler", path="same", **body)["path"]
+        return path
+
+    def sample(number: int, sampler: int) -> Any:
+        made = {"session_id": model.session, "sampling_session_seq_id": sampler, "model_path": path}
+        id = post(client, "create_sampling_session", **made)["sampling_session_id"]
+        params = {"max_tokens": 4, "seed": 1, "stop": []}
+        body = {"prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": params}
+        return result(client, post(client, "asample", sampling_session_id=id, seq_id=number, **body))
+
+    path = saved()
+    first = sample(0, 0)["sequences"]
+    assert sample(1, 0)["sequences"] == first
+    model.step(0.05)
+    assert saved(overwrite=True) == path
+    refused = sample(2, 0)
+    assert (refused["category"], "are gone" in refused["error"]) == ("user", True)
+    assert sample(0, 1)["sequences"] != first
 
 
 def test_the_most_likely_and_the_named_tokens_of_a_prompt_have_log_probabilities(client: TestClient, trained: Trained) -> None:

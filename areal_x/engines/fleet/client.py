@@ -64,13 +64,15 @@ class Client(Protocol):
         kept: bool = False,
         stop: Sequence[str] = (),
         features: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ) -> Completion:
         """Generates from prompt tokens, with the model itself or an adapter by its name; versions
         are those of the model. Cancelling the coroutine aborts the request on the server.
 
         experts: the completion contains the experts of each token. kept: what truncated sampling
         kept, if it truncates. stop: strings that end it.
-        features: of images, as the dialect sends them.
+        features: of images, as the dialect sends them. seed: of its random numbers, where the server
+        takes one.
         """
         ...
 

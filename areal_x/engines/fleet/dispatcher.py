@@ -23,6 +23,7 @@ from areal_x.engines.fleet import slices
 from areal_x.engines.fleet.client import MODEL
 from areal_x.engines.fleet.config import FleetConfig
 from areal_x.engines.fleet.failures import ServerFailed, ServerLost, ServerRestarted
+from areal_x.engines.fleet.named_adapters import NamedAdapters
 from areal_x.engines.fleet.routing import REMEMBERED, Prefixes, prefixes_of
 from areal_x.engines.fleet.supervisor import Supervisor
 from areal_x.protocols.engine import Completion, EngineError, SamplingParams
@@ -50,19 +51,19 @@ class WaitingRequest:
 class Dispatcher:
     """Places requests on the supervisor's servers.
 
-    experts: completions contain the experts of each token. kept: those whose sampling truncates
-    contain what it kept.
+    experts: completions contain the experts of each token. named: the adapters that requests may
+    name.
     """
 
     def __init__(
-        self, config: FleetConfig, supervisor: Supervisor, experts: bool, kept: bool
+        self, config: FleetConfig, supervisor: Supervisor, experts: bool, named: NamedAdapters
     ) -> None:
         self.prefixes = Prefixes(max(REMEMBERED, PREFIXES_EACH * config.requests))
         self._config = config
         self._supervisor = supervisor
         self._fleet = supervisor.fleet
         self._experts = experts
-        self._kept = kept
+        self._named = named
         self._requests = itertools.count()
         self._waiting: list[WaitingRequest] = []  # a heap
         self._changed = asyncio.Event()
@@ -96,9 +97,12 @@ class Dispatcher:
         model: str,
         stop: tuple[str, ...],
         features: dict[str, Any] | None,
+        kept: bool,
+        seed: int | None = None,
     ) -> Completion:
         """Generates on any server; another one starts over if that server is lost. Of a server
-        that leaves, this returns the tokens so far, with the finish reason "abort"."""
+        that leaves, this returns the tokens so far, with the finish reason "abort". kept: a
+        completion whose sampling truncates contains what it kept."""
         request = next(self._requests)
         if request % COLLECTED == 0:
             gc.collect(1)
@@ -111,15 +115,18 @@ class Dispatcher:
                     continue
                 least = self._fleet.members[server].version
                 replica = self._supervisor.replicas[server]
-                call = replica.client.generate(
+                request_it = partial(
+                    replica.client.generate,
                     tokens,
                     sampling,
                     model=model,
                     experts=self._experts,
-                    kept=self._kept,
+                    kept=kept,
                     stop=stop,
                     features=features,
+                    **({} if seed is None else {"seed": seed}),
                 )
+                call = self._named.answer(replica, model, request_it)
                 try:
                     completion = await self._supervisor.unless_lost(
                         call, partial(self._is_at, request, server)

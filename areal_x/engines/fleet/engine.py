@@ -18,7 +18,7 @@ import atexit
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from areal_x.engines.fleet.client import MODEL, Client
 from areal_x.engines.fleet.config import FleetConfig, default_threads
 from areal_x.engines.fleet.dispatcher import Dispatcher
 from areal_x.engines.fleet.elastic import Elastic
+from areal_x.engines.fleet.named_adapters import AdapterRoom, NamedAdapters, check_room
 from areal_x.engines.fleet.probe import probe_prompt
 from areal_x.engines.fleet.publisher import Publisher
 from areal_x.engines.fleet.quantised import check_quantised
@@ -49,6 +50,7 @@ from areal_x.protocols.engine import (
     Engine,
     EngineError,
     Request,
+    SamplingParams,
     Staged,
     max_new_tokens,
 )
@@ -66,7 +68,8 @@ class FleetEngine(Engine, Generic[C]):
     """The engine over servers; each program's dialect is a subclass.
 
     A completion's log-probabilities are of the distribution after temperature, top-k and top-p; for
-    greedy decoding (temperature 0) they are of the plain softmax. Request.seed is not honoured.
+    greedy decoding (temperature 0) they are of the plain softmax. Request.seed is honoured with `room`
+    alone, as far as the servers do.
 
     Args:
         model: directory of the model that servers load at their start; published weights replace
@@ -83,6 +86,8 @@ class FleetEngine(Engine, Generic[C]):
         trainer_here: the trainer is in this process.
         speculation: tokens that servers guess ahead.
         sleeps: the servers share the trainer's accelerators: see `sleep`.
+        room: for adapters that requests name (`add_adapter`); the model then stays as the servers
+            loaded it.
         first: number of the first server that it starts, among all of the run.
         seeds: each start of a server takes the next one, by default 0, 1, …
     """
@@ -106,6 +111,7 @@ class FleetEngine(Engine, Generic[C]):
         kept: bool = False,
         sleeps: bool = False,
         speculation: Speculation = NOTHING,
+        room: AdapterRoom | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -119,6 +125,10 @@ class FleetEngine(Engine, Generic[C]):
         self.concurrency = config.requests
         self.version = 0
         self.lora = lora if lora is not None and lora.served_rank else None
+        self.room = room or AdapterRoom(self.lora.rank if self.lora else 0)
+        self.named = NamedAdapters()
+        self._honours_seeds = room is not None
+        self._base_expected = False
         self.supervisor = Supervisor(
             config,
             report,
@@ -128,7 +138,7 @@ class FleetEngine(Engine, Generic[C]):
             changed=self._changed,
         )
         self.fleet = self.supervisor.fleet
-        self.dispatcher = Dispatcher(config, self.supervisor, experts, kept)
+        self.dispatcher = Dispatcher(config, self.supervisor, experts, self.named)
         self.stager = Stager(
             config,
             model,
@@ -155,7 +165,8 @@ class FleetEngine(Engine, Generic[C]):
         self._warned: set[str] = set()  # servers whose protection was looked at
         self._check_widths()
         check_draft(speculation, model)
-        check_quantised(config, self.lora is not None, model)
+        check_quantised(config, bool(self.room.rank), model)
+        check_room(config, room)
         self.check(trainer_here)
 
     def _check_widths(self) -> None:
@@ -255,7 +266,8 @@ class FleetEngine(Engine, Generic[C]):
             "experts": self.experts,
             "kept": self.kept,
             "sleeps": self.sleeps,
-            "lora_rank": self.lora.rank if self.lora else 0,
+            "lora_rank": self.room.rank,
+            "lora_batched": self.room.batched,
             # Guesses are counted in the server's log.
             "metrics": config.adaptive or self.speculation.active,
             "speculation": self.speculation,
@@ -348,7 +360,7 @@ class FleetEngine(Engine, Generic[C]):
 
     async def _prepare(self, replica: Replica) -> None:
         context = await replica.prepare(
-            self.stager.root, self.publisher.sender, self.lora is not None
+            self.stager.root, self.publisher.sender, bool(self.room.rank)
         )
         if self.stager.current is not None and context < self.context:
             raise UserError(
@@ -366,7 +378,7 @@ class FleetEngine(Engine, Generic[C]):
         self.dispatcher.prefixes.forget(replica.name)
 
     async def _load_current(self, replica: Replica) -> bool:
-        return await self.publisher.load_current(replica)
+        return await self.publisher.load_current(replica) or self._base_expected
 
     async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
         return await self.publisher.probe(replica)
@@ -389,9 +401,27 @@ class FleetEngine(Engine, Generic[C]):
         features = self.features(request)
         with self.publisher.versions.request() as adapter:
             name = MODEL if adapter is None else adapters.name_of(adapter.version)
-            generate = partial(
-                self.dispatcher.generate, model=name, stop=request.stop, features=features
-            )
+            if request.adapter is not None:
+                name = request.adapter
+                if name not in self.named:
+                    raise EngineError(f"the servers have no adapter {name}: add it first")
+
+            def generate(
+                tokens: Int32[np.ndarray, " P"], sampling: SamplingParams
+            ) -> Coroutine[Any, Any, Completion]:
+                seed = request.seed if self._honours_seeds else None
+                if seed is not None:
+                    seed = slices.seed_of(seed, len(tokens) - len(request.tokens))
+                return self.dispatcher.generate(
+                    tokens,
+                    sampling,
+                    model=name,
+                    stop=request.stop,
+                    features=features,
+                    kept=self.kept and request.kept,
+                    seed=seed,
+                )
+
             completion = await slices.sliced(
                 generate, request.tokens, request.sampling, most, self.config.slice_tokens
             )
@@ -399,6 +429,26 @@ class FleetEngine(Engine, Generic[C]):
                 return completion
             versions = np.full(len(completion.tokens), adapter.version, np.int32)
             return replace(completion, versions=versions)
+
+    async def add_adapter(self, directory: Path) -> str:
+        """Takes an adapter in PEFT's form out of a directory, and returns its name for requests. Each
+        server loads it with its first request there, and again after it was started again.
+
+        Raises: OSError if the directory has none.
+        """
+        return await asyncio.to_thread(self.named.add, self.stager.root, directory)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Unloads an adapter that no request has. Harmless if it is not there."""
+        replicas = [self.supervisor.replicas[one] for one in self.fleet.serving()]
+        await self.named.remove(name, replicas)
+
+    def expect(self, logp: Callable[[Int32[np.ndarray, " T"]], Float32[np.ndarray, " T"]]) -> None:
+        """Compares every server, before it serves, with what the model itself must compute. logp:
+        returns the log-probability of each token of a prompt given those before it, 0 for the
+        first."""
+        self.supervisor.expect(self.version, logp(self._probe_prompt()))
+        self._base_expected = True
 
     def stage(self, trainer: Any, version: int | None = None) -> Staged:
         version = trainer.version if version is None else version

@@ -85,7 +85,9 @@ class Launch(ABC):
     sleeps: bool = False
     """True lets `Client.sleep` release its memory."""
     lora_rank: int = 0
-    """Rank of the adapters that it will load; 0 for none."""
+    """Rank of the adapters that it will load, of the largest if there are several; 0 for none."""
+    lora_batched: int = 0
+    """Adapters that one batch may use; 0 for the program's default."""
     metrics: bool = False
     """True counts what `Client.load_figures` returns."""
     widths: Widths = field(default_factory=Widths)

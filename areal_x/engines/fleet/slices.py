@@ -3,6 +3,7 @@ generating."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -28,6 +29,14 @@ async def sliced(
         own = sampling if sampling.max_tokens == length else replace(sampling, max_tokens=length)
         parts.append(await generate(context_of(prompt, parts), own))
     return joined(parts)
+
+
+def seed_of(seed: int, drawn: int) -> int:
+    """Returns the seed of a slice after so many tokens: with the request's own, its random numbers
+    would be those of the first slice again."""
+    if not drawn:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {drawn}".encode()).digest()[:4], "little") >> 1
 
 
 def next_length(drawn: int, most: int, slice_tokens: int) -> int:

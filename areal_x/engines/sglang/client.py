@@ -133,10 +133,12 @@ class SGLangClient:
         kept: bool = False,
         stop: Sequence[str] = (),
         features: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ) -> Completion:
         """Generates from prompt tokens. A completion that the model's own end token ended, which
         the request has not named, has the finish reason "length" and fewer tokens than that. kept:
-        is there in any case, as it comes with the log-probabilities.
+        is there in any case, as it comes with the log-probabilities. seed: only counts on a server with
+        --enable-deterministic-inference.
 
         Raises: TaskError for a token outside the vocabulary, and UserError for a min_p beside seeds,
         which would end the whole server, and for a top_p that means something else on it.
@@ -152,7 +154,7 @@ class SGLangClient:
                 f"sampling.top_p = {sampling.top_p} beside top_k or min_p means another share on the"
                 f" SGLang server at {self.url}, {WHOLE_SHARE}"
             )
-        body = generate_body(tokens, sampling, model, stop, self._vocabulary)
+        body = generate_body(tokens, sampling, model, stop, self._vocabulary, seed)
         answer = await self._generated(body)
         return completion_from(answer, sampling.stop_token_ids, sampling.truncates)
 

@@ -45,6 +45,7 @@ def generate_body(
     model: str,
     stop: Sequence[str],
     vocabulary: int,
+    seed: int | None = None,
 ) -> dict[str, Any]:
     """Returns a request to /generate. Every parameter is given: the server has defaults that its
     command line may change."""
@@ -66,7 +67,7 @@ def generate_body(
         # token is not among them, `completion_from` tells that the completion goes on.
         "ignore_eos": not sampling.stop_token_ids,
         # A server that samples by seeds gives all requests without one the same.
-        "sampling_seed": secrets.randbelow(SEEDS),
+        "sampling_seed": secrets.randbelow(SEEDS) if seed is None else seed % SEEDS,
     }
     body = request_body(tokens, parameters, model)
     if sampling.truncates:

@@ -64,11 +64,12 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         arguments |= guessing(launch.speculation, cpu)
     if launch.lora_rank:
         flags.append("--enable-lora")
+        batched = launch.lora_batched or BATCHED
         arguments |= {
             "--max-lora-rank": str(launch.lora_rank),
             "--lora-target-modules": "all",
-            "--max-loras-per-batch": str(BATCHED),
-            "--max-loaded-loras": str(CACHED),
+            "--max-loras-per-batch": str(batched),
+            "--max-loaded-loras": str(max(CACHED, batched)),
         }
     if cpu:
         # float32, as the trainers compute on a CPU, by PyTorch's own kernels

@@ -140,13 +140,15 @@ class VLLMClient:
         kept: bool = False,
         stop: Sequence[str] = (),
         features: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ) -> Completion:
         """Generates from prompt tokens, with the model itself or an adapter by its name; versions
         are those of the model. Cancelling the coroutine aborts the request on the server.
 
         experts: see `experts_from`. kept: if `sampling.truncates`, see `kept_from`. stop: strings,
         searched in the output without special tokens, that end the completion with the token that
-        completes one. features: of images, see areal_x.engines.vllm.features.
+        completes one. features: of images, see areal_x.engines.vllm.features. seed: not for servers on
+        a CPU without areal-x beside them, see areal_x.engines.vllm.cpu_seeds.
 
         Raises: UserError if the server is too old to report kept tokens.
         """
@@ -158,12 +160,12 @@ class VLLMClient:
                 f" in training: {why}"
             )
         if self._tells_versions:
-            body = generate_body(tokens, sampling, model, stop, features)
+            body = generate_body(tokens, sampling, model, stop, features, seed)
             return completion_of(await self._generated(body), len(tokens), experts, kept)
 
         async def part(prompt: Tokens, most: int) -> tuple[Completion, bool]:
             asked = replace(sampling, max_tokens=most)
-            body = generate_body(prompt, asked, model, stop, features)
+            body = generate_body(prompt, asked, model, stop, features, seed)
             answer, version, swapped = await self._turns.answered(partial(self._generated, body))
             return completion_of(answer, len(prompt), experts, kept, version), swapped
 

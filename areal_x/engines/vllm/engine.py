@@ -35,8 +35,9 @@ class VLLMEngine(FleetEngine[VLLMConfig]):
     def check(self, trainer_here: bool) -> None:
         check_machine(self.config, trainer_here)
         check_rotations(self.config.kind, self.model)
+        if self.room.rank:
+            adapters.arguments(self.room.rank)  # rejects a rank above vLLM's maximum
         if self.lora is not None:
-            adapters.arguments(self.lora.rank)  # rejects a rank above vLLM's maximum
             check_delta(self.config, self.lora.rank)
 
     def launch(self, number: int) -> Launch:

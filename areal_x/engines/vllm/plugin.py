@@ -4,8 +4,9 @@ report of what truncated sampling kept (areal_x.engines.vllm.kept_tokens), the p
 that workers use (areal_x.engines.vllm.proof.worker), the versions that are made from deltas beside
 the server (areal_x.engines.vllm.versions), the sleep of a server on a CPU
 (areal_x.engines.vllm.cpu_sleep), the temperatures of guessed positions there
-(areal_x.engines.vllm.cpu_guesses) and the permission to use AMX (areal_x.engines.vllm.cpu_tiles),
-inputs that its linear layers would refuse (areal_x.engines.vllm.cpu_strides),
+(areal_x.engines.vllm.cpu_guesses), seeds of requests (areal_x.engines.vllm.cpu_seeds), the permission
+to use AMX (areal_x.engines.vllm.cpu_tiles), inputs that its linear layers would refuse
+(areal_x.engines.vllm.cpu_strides),
 what servers of several workers lack (areal_x.engines.vllm.wide), and the tokens of text between an
 image's (areal_x.engines.vllm.image_rows).
 
@@ -58,6 +59,7 @@ def register() -> None:
     from areal_x.engines.fleet import manifest
     from areal_x.engines.vllm import (
         cpu_guesses,
+        cpu_seeds,
         cpu_sleep,
         cpu_strides,
         cpu_tiles,
@@ -108,6 +110,7 @@ def register() -> None:
     kept_tokens.install()
     cpu_sleep.install()
     cpu_guesses.install()
+    cpu_seeds.install()
     cpu_tiles.install()
     cpu_strides.install()
     wide.install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from areal_x.engines.fleet.client import MODEL
 from areal_x.engines.vllm.plugin import BACKEND, RDT
+from areal_x.engines.vllm.turns import GENERATE
 from areal_x.errors import UserError
 
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -44,6 +45,8 @@ def explained(
             " RANK"
         )
         return UserError(f"{server} has no adapters enabled: {wanted}, at least lora.rank")
+    if status == 404 and endpoint == GENERATE and "does not exist" in words:
+        return None  # the adapter that a request named (areal_x.engines.fleet.named_adapters)
     if status in (403, 404) and not of_adapters:
         return UserError(
             f"{server} does not offer {endpoint} ({status} {words}): {required_flags(transfer)}"

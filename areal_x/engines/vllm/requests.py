@@ -19,6 +19,7 @@ def generate_body(
     model: str,
     stop: Sequence[str],
     features: Mapping[str, Any] | None,
+    seed: int | None = None,
 ) -> bytes:
     """Returns the JSON of a generate request. It is made at once, as thousands of requests wait with
     theirs, and the collector would look at every token of a list."""
@@ -37,10 +38,10 @@ def generate_body(
             "logprobs": 0,
             "stop": list(stop),
             "detokenize": bool(stop),
-            # No "seed": a seeded request that meets a cache-clearing pause kills the engine on
-            # CPU.
         },
     }
+    if seed is not None:
+        body["sampling_params"]["seed"] = seed
     if features is not None:
         body["features"] = features
     return msgspec.json.encode(body)

@@ -82,7 +82,7 @@ def command(
     if not launch.metrics:
         flags.append("--disable-log-stats")
     if launch.lora_rank:
-        flags += adapters.arguments(launch.lora_rank)
+        flags += adapters.arguments(launch.lora_rank, launch.lora_batched)
     if cpu:
         # As the trainers compute on a CPU; its kernels for fp8 take no float32.
         arguments["--dtype"] = "bfloat16" if is_quantised(launch.model) else "float32"

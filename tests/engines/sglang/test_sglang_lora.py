@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_x.engines.fleet.named_adapters import AdapterRoom
 from areal_x.engines.scoring import server_scorer
 from areal_x.engines.sglang.config import SGLangConfig
 from areal_x.engines.sglang.engine import SGLangEngine
@@ -22,6 +23,8 @@ from tests.engines.sglang.conftest import PYTHON
 from tests.engines.vllm.test_vllm_lora import LORA, PROMPT, train, trainer_logp
 from tests.engines.vllm.test_vllm_scorer import packed
 from tests.servers import Run
+from tests.tinker import served
+from tests.tinker.served import Clients
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
@@ -30,10 +33,30 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[SGLangEngine]:
     config = SGLangConfig(context=256, concurrency=16, python=PYTHON)
     logs = tmp_path_factory.mktemp("sglang-lora")
-    engine = SGLangEngine(config, tiny_model_dir, logs, lambda line: None, LORA, sleeps=True)
+    room = AdapterRoom(served.ROOM)  # for those of clients too
+    engine = SGLangEngine(config, tiny_model_dir, logs, lambda line: None, LORA, sleeps=True, room=room)
     run(engine.start())
     yield engine
     run(engine.close())
+
+
+def test_adapters_of_several_clients_are_sampled_at_once_each_at_its_own_version(
+    engine: SGLangEngine, tiny_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("areal_x_torch")
+    (server,) = engine._servers
+    for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY"):
+        monkeypatch.setenv(name, server.key)
+    config = SGLangConfig(urls=(server.url,), staging=str(tmp_path / "staging"))
+    own = SGLangEngine(config, tiny_model_dir, tmp_path, lambda line: None, room=engine.room, kept=True)
+    clients = Clients(own, tiny_model_dir, tmp_path)
+    run(clients.start())
+    try:
+        run(served.answers_as_the_trainer(clients, seeds=False))
+        run(served.answers_what_clients_ask(clients))
+    finally:
+        run(clients.close())
+    assert run(engine._clients[0].adapters()) == []
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 from areal_x.batching.packing import pack
 from areal_x.engines.fleet import probe
+from areal_x.engines.fleet.named_adapters import AdapterRoom
 from areal_x.engines.fleet.proof.claims import Claiming, read_claims
 from areal_x.engines.fleet.proof.judge import judge, parsed
 from areal_x.engines.fleet.proof.prover import question
@@ -27,6 +28,8 @@ from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerC
 from areal_x.types import Trajectory
 from tests.engines.vllm.test_vllm_scorer import scorer_on
 from tests.servers import Run
+from tests.tinker import served
+from tests.tinker.served import Clients
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 PROMPT = np.arange(2, 14, dtype=np.int32)
@@ -86,6 +89,32 @@ def test_before_the_first_version_the_model_itself_speaks(engine: VLLMEngine, ti
     np.testing.assert_array_equal(completion.versions, 0)
     base = create_trainer("jax", TrainerConfig(model=ModelConfig(str(tiny_model_dir)), frozen=True))
     np.testing.assert_allclose(completion.logprobs, trainer_logp(base, completion), atol=1e-4)
+
+
+@pytest.fixture
+def clients(
+    engine: VLLMEngine, tiny_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Clients]:
+    """Tinker's clients at the same server."""
+    pytest.importorskip("areal_x_torch")
+    (server,) = engine._servers
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    config = VLLMConfig(urls=(server.url,), staging=str(tmp_path / "staging"))
+    own = VLLMEngine(config, tiny_model_dir, tmp_path, lambda line: None, room=AdapterRoom(served.ROOM), kept=True)
+    made = Clients(own, tiny_model_dir, tmp_path)
+    run(made.start())
+    yield made
+    run(made.close())
+    assert run(engine._clients[0].adapters()) == []
+
+
+def test_adapters_of_several_clients_are_sampled_at_once_each_at_its_own_version(clients: Clients, run: Run) -> None:
+    run(served.answers_as_the_trainer(clients, seeds=True))
+
+
+@pytest.mark.thorough
+def test_servers_answer_what_clients_ask_of_adapters(clients: Clients, run: Run) -> None:
+    run(served.answers_what_clients_ask(clients))
 
 
 def test_what_the_server_says_of_its_tokens_is_what_the_trainer_says(published: VLLMEngine, trainer: Trainer, run: Run) -> None:
