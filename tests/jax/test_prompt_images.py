@@ -151,7 +151,7 @@ def test_tokens_that_are_not_of_the_images_or_the_model_are_refused(seeing) -> N
 
 
 @thorough
-@pytest.mark.parametrize("method", ["lookup", "draft"])
+@pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_guesses_change_nothing_of_what_is_sampled_after_images(model_dir_of, seeing, method: str) -> None:
     trainer, requests = seeing
     draft = str(model_dir_of("qwen3")) if method == "draft" else ""
