@@ -61,7 +61,7 @@ def run() -> Iterator[Run]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(240)
+    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(600)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
