@@ -48,6 +48,7 @@ EXECUTORS = {  # and who reads what their work comes to
     "areal_x/lab/app.py": "awaited where it is called",
     "areal_x/hf/fp8_weights.py": "each tensor waits for its rows",
     "backends/jax/areal_x_jax/attention_kernels.py": "the next line waits for it",
+    "backends/torch/areal_x_torch/sampler.py": "the next line waits for it",
 }
 LOOPS = {  # run by background.serve
     "areal_x/agents/calling.py",

@@ -301,6 +301,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "tinker/gathering.py Gathering._run: await asyncio.sleep": AT_ONCE,
     "tinker/gathering.py Gathering.forward: await waiting.done": CLIENTS,
     "tinker/embedded_weights.py EmbeddedWeights._holding: await turn": CLIENTS,
+    "tinker/embedded_weights.py EmbeddedWeights._put: await asyncio.gather": CLIENTS,
     "tinker/embedded_weights.py EmbeddedWeights.holding: async with self._holding": CLIENTS,
     "tinker/embedded_weights.py EmbeddedWeights.holding: await asyncio.shield": CLIENTS,
     "tinker/embedded_weights.py EmbeddedWeights.holding.generate: await asyncio.gather": CLIENTS,
