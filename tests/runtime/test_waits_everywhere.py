@@ -210,7 +210,6 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "agents/tools/toolbox.py Toolbox.setup: async with self._starting": Inside(MCP),
     "agents/external_program.py write_all: await stream.drain": Inside(AGENT),
     "agents/nemo_gym.py nemo_gym_agent: async with client": Inside(AGENT),
-    "agents/nemo_gym.py post: await server.post": Inside(AGENT),
     "agents/package_programs.py listed: subprocess.run()": "of a dataset, before the run",
     "agents/verifiers_tasksets.py play: async with environment.serving": Inside(AGENT),
     "agents/verifiers_environment.py verifiers_agent: async with AsyncOpenAI": Inside(AGENT),
