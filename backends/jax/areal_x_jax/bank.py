@@ -25,12 +25,13 @@ from areal_x.protocols.adapter_bank import NO_ADAPTER, AdapterState, Evaluate
 from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig, OptimizerConfig, TrainerConfig
 from areal_x.protocols.tries import subtree_ends
 from areal_x.types import Batch
-from areal_x_jax import lora, optimizers
+from areal_x_jax import adapter_blocks, lora, optimizers
+from areal_x_jax.adapter_blocks import BLOCK, count_blocks, rank_axis
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.forward import Rows
 from areal_x_jax.packed_cudnn import run_ends
 from areal_x_jax.parameters import Params, parameter_shapes
-from areal_x_jax.row_adapters import BLOCK, RowBlocks, power
+from areal_x_jax.row_adapters import RowBlocks, power
 from areal_x_jax.sampler import Sampler
 from areal_x_jax.trainer import Trainer
 from areal_x_jax.weights import from_tensors, places, to_tensors
@@ -61,7 +62,7 @@ class Adapter:
 
     @property
     def blocks(self) -> int:
-        return -(-self.rank // BLOCK)
+        return count_blocks(self.rank)
 
 
 class Bank:
@@ -315,13 +316,13 @@ def blocks_of(layers: Params, shapes: Shapes, count: int) -> list[Params]:
     """Returns an adapter's kernels as blocks of these shapes, with zeros after its rank and for those
     that it lacks."""
 
-    def wide(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        axis = rank_axis(name)
-        return (*shape[:axis], shape[axis] * count, *shape[axis + 1 :])
+    def part(name: str, shape: tuple[int, ...]) -> Array:
+        if name not in layers:
+            return jnp.zeros((shape[0], count, *shape[1:]))
+        return adapter_blocks.blocks_of(name, layers[name])
 
-    whole = padded(layers, tuple((name, wide(name, shape)) for name, shape in shapes))
-    parts = {name: jnp.split(x, count, rank_axis(name)) for name, x in whole.items()}
-    return [{name: x[block] for name, x in parts.items()} for block in range(count)]
+    parts = {name: part(name, shape) for name, shape in shapes}
+    return [{name: x[:, block] for name, x in parts.items()} for block in range(count)]
 
 
 def joined(stacks: Params, blocks: Array, shapes: Shapes) -> Params:
@@ -333,11 +334,6 @@ def joined(stacks: Params, blocks: Array, shapes: Shapes) -> Params:
         return own.reshape(*own.shape[:axis], -1, *own.shape[axis + 2 :])
 
     return part_of({name: part(name) for name, _ in shapes}, shapes)
-
-
-def rank_axis(name: str) -> int:
-    """Returns the axis of a stack of kernels that is as long as the rank."""
-    return 2 if name.endswith("_lora_a") else 1
 
 
 def step(

@@ -21,7 +21,7 @@ all sampling is in one place.
 With `exact`, a sequence's numbers do not depend on what else is decoded, bit for bit: all slots are
 computed in every step, in one program; column c of a slot is its token c, so that its sums have one
 order; and prompts are not packed together. What is left is that a program gives the same numbers for a
-row in another slot, which tests/jax/test_exact_sampling.py asserts for XLA's products on CPUs.
+row in another slot, which tests/tinker/test_exact_samples.py asserts for XLA's products on CPUs.
 """
 
 from __future__ import annotations

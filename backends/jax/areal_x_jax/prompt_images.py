@@ -109,11 +109,6 @@ class Tower:
         self._found: OrderedDict[int, tuple[Images, Features]] = OrderedDict()  # by id
         self._lock = Lock()
 
-    @property
-    def programs(self) -> int:
-        """Number of compiled programs, one for each power of two of squares of patches."""
-        return self._encode._cache_size()
-
     def load(self, params: Params) -> None:
         """Takes a model's weights; features that others gave are forgotten."""
         with self._lock:

@@ -1,11 +1,10 @@
 """Adapters of the rows of a batch, of which several train at once (areal_x_jax.bank).
 
-    blocks of BLOCK columns    a | b b | c         b has the rank of two
-    the rows of each           0 | 1 1 | 2, 3      of the batch
+    blocks of columns    a | b b | c         b has the rank of two (areal_x_jax.adapter_blocks)
+    the rows of each     0 | 1 1 | 2, 3      of the batch
 
-Adapters are cut into blocks of their columns, so that no rank is padded to another's, and one batched
-product multiplies each block with the rows of its adapter. Rows are gathered for it, and not matrices,
-which are larger. An adapter with more rows than the mean has its blocks several times.
+One batched product multiplies each block with the rows of its adapter. Rows are gathered for it, and not
+matrices, which are larger. An adapter with more rows than the mean has its blocks several times.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
-
-BLOCK = 16
 
 
 class RowBlocks(NamedTuple):

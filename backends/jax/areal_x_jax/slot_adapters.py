@@ -1,6 +1,6 @@
 """Adapters of the sequences that a sampler decodes together, each of which may have another one.
 
-    columns of a kernel    │ a a a a │ b b 0 0 │ c c c c │ c c c 0 │    blocks of BLOCK columns
+    columns of a kernel    │ a a a a │ b b 0 0 │ c c c c │ c c c 0 │    areal_x_jax.adapter_blocks
     blocks in a step       x A B of those whose rows run, one after another
 
 An adapter has as many blocks as its rank needs, with zeros in its last one, of arrays whose length
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_x_jax.adapter_blocks import BLOCK, blocks_of, count_blocks, rank_axis
 from areal_x_jax.architecture import Architecture
 from areal_x_jax.leaf import local_name
 from areal_x_jax.parameters import Params, adapter_leaves
 
-BLOCK = 16
 LEAST_BLOCKS, GROWTH = 8, 4
 HUGE = 1e30  # in place of what is not finite, for products with 0
 
@@ -71,7 +71,7 @@ class SlotAdapters:
             self._layers = [{} for _ in range(self._arch.layers)]
             for name, leaf in self._leaves.items():
                 _, into, out = shapes[name].shape
-                sides = (into, BLOCK) if name.endswith("_lora_a") else (BLOCK, out)
+                sides = (into, BLOCK) if rank_axis(name) == 2 else (BLOCK, out)
                 for layer in self._arch.stacked(leaf.stack):
                     empty = jnp.zeros((self._capacity, *sides), dtype)
                     self._layers[layer][local_name(name)] = empty
@@ -88,21 +88,16 @@ class SlotAdapters:
         return {**params, "layers": [layer | own for layer, own in both]}
 
     def _blocks_of(self, leaf: str, x: Array) -> Float[Array, "layers blocks _ _"]:
-        """Returns an adapter's stack of kernels in blocks, with zeros after its rank."""
+        """Returns an adapter's stack of kernels in blocks, finite ones if all are multiplied."""
         if not self._one_by_one:
             x = jnp.where(jnp.isfinite(x), x, HUGE)
-        axis = 2 if leaf.endswith("_lora_a") else 1
-        sides = [(0, 0)] * 3
-        sides[axis] = (0, -x.shape[axis] % BLOCK)
-        x = jnp.pad(x, sides)
-        shape = (*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x.reshape(shape), axis, 1)
+        return blocks_of(leaf, x)
 
     def _room(self, adapter: Params) -> list[int]:
         """Returns blocks for an adapter that no other has; makes more if there are too few."""
         rank = next(x.shape[-1] for leaf, x in adapter.items() if leaf.endswith("_lora_a"))
         taken = {block for own in self._blocks.values() for block in own}
-        count = -(-rank // BLOCK)
+        count = count_blocks(rank)
         before = self._capacity
         while self._capacity < len(taken) + count:
             self._capacity *= GROWTH
