@@ -7,29 +7,20 @@ fills a copy, and the positions' logits are divided by memory that nobody wrote.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
+
+from areal_x.engines.vllm.cpu_sampler import once_made
 
 
 def install() -> None:
     """Makes workers of this process that compute on a CPU repeat numbers of any kind."""
-    from vllm.platforms import current_platform
+    once_made(correct_repeats)
 
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.sample.sampler import Sampler
 
-    make = Sampler.__init__
+def correct_repeats() -> None:
+    from vllm.v1.sample import rejection_sampler
 
-    @wraps(make)
-    def make_and_correct(self: Any, *arguments: Any, **named: Any) -> None:
-        make(self, *arguments, **named)
-        # Imported by now, and not before: its kernels depend on the platform.
-        from vllm.v1.sample import rejection_sampler
-
-        rejection_sampler.expand_batch_to_tokens = repeated
-
-    Sampler.__init__ = make_and_correct
+    rejection_sampler.expand_batch_to_tokens = repeated
 
 
 def repeated(

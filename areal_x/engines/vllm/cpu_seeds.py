@@ -10,26 +10,18 @@ from __future__ import annotations
 from functools import cache, wraps
 from typing import Any
 
+from areal_x.engines.vllm.cpu_sampler import once_made
+
 
 def install() -> None:
     """Gives requests of this process, if it computes on a CPU, generators that can go back."""
-    from vllm.platforms import current_platform
+    once_made(correct_batches)
 
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.sample.sampler import Sampler
 
-    make = Sampler.__init__
+def correct_batches() -> None:
+    from vllm.v1.worker.gpu_input_batch import InputBatch
 
-    @wraps(make)
-    def make_and_correct(self: Any, *arguments: Any, **named: Any) -> None:
-        make(self, *arguments, **named)
-        # Imported by now, and not before: its kernels depend on the platform.
-        from vllm.v1.worker.gpu_input_batch import InputBatch
-
-        correct(InputBatch)
-
-    Sampler.__init__ = make_and_correct
+    correct(InputBatch)
 
 
 def correct(batch: Any) -> None:
