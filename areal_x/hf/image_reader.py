@@ -18,7 +18,7 @@ import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import TaskError, UserError
+from areal_x.hf.chat_form import encode_plain
 from areal_x.hf.image_cache import ReadOnce
 from areal_x.hf.image_format import (
     VISION_MODELS,
@@ -161,11 +162,7 @@ class ImageReader:
 
         Raises: UserError if the template did not write one token for each image.
         """
-        if encode is None:
-
-            def encode(text: str) -> Int32[np.ndarray, " T"]:
-                return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-
+        encode = encode or partial(encode_plain, tokenizer)
         if not self.begun:
             return self.expand_tokens(encode(text), images, tokenizer.get_vocab())
         assert self.ends is not None
