@@ -49,9 +49,9 @@ async def answered(
     attempt: Attempt,
     client: Client | None,
     keep: Keep,
-) -> list[CallAnswer]:
-    """Returns as many completions as there are ids, and records them as calls once all have
-    finished. Whoever is given an exception, or does not send the answers, drops the ids.
+) -> tuple[list[CallAnswer], StoredResponse | None]:
+    """Returns as many completions as there are ids, and what `keep` made of them, and records both
+    once all have finished. Whoever is given an exception, or does not send the answers, drops the ids.
 
     Raises: ApiError because of limits, the session's end, or an aborted completion; what
     ChatEngine.answer does.
@@ -69,11 +69,12 @@ async def answered(
     except BaseExceptionGroup as errors:
         raise first_of(errors) from None
     answers = [CallAnswer(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
-    await record.finish(answers, attempt, client, await keep(answers))
+    stored = await keep(answers)
+    await record.finish(answers, attempt, client, stored)
     for one in answers:
         if unmet := await unmet_constraints(chat_request, one.answer.reply):
             record.count_unmet({name: requested(chat_request, name) for name in unmet})
-    return answers
+    return answers, stored
 
 
 def requested(chat_request: ChatRequest, name: str) -> str:

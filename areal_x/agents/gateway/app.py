@@ -95,11 +95,13 @@ def application(host: Host) -> Starlette:
 
         async def work() -> bytes | list[bytes]:
             try:
-                answers = (
+                answers, stored = (
                     await answered(session, exchange, ids, attempt, client, keep)
                     if previous is None
-                    else previous.answers
+                    else (previous.answers, None)
                 )
+                if stored is not None and not exchange.stream:
+                    return stored.body
                 size = size_of(answers)
                 return await inline_or_in_pool(size, written, exchange, answers, dump_for(size))
             except BaseException:
