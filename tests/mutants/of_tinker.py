@@ -241,7 +241,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "areal_x/tinker/embedded_weights.py",
-        SERVER,
+        MANY,
         (
             "Tinker: a swap does not wait for running requests, nor is there one",
             "elif key == self._loaded:",

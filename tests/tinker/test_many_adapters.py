@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ from areal_x.tinker.sampling import Samplers
 BACKENDS = ("torch", pytest.param("jax", marks=pytest.mark.thorough))  # which compiles for half a minute
 # Half of the first moment after a first step is the gradient.
 STEP = OptimizerConfig(learning_rate=0.05, beta1=0.5, beta2=0.9, eps=1.0, weight_decay=0.1, clip_norm=0.0)
-SHAPES = (Shape(2), Shape(4), Shape(7, mlp=False), Shape(1, attention=False), Shape(4), Shape(2), Shape(3))
+SHAPES = (Shape(2), Shape(4), Shape(20, mlp=False), Shape(1, attention=False), Shape(4), Shape(2), Shape(3))
 
 
 @pytest.fixture(scope="module")
@@ -248,15 +249,9 @@ def test_adapters_and_versions_of_them_are_sampled_together(
 ) -> None:
     """The sampler's log-probabilities of what each sampled are the trainer's."""
     monkeypatch.setattr(embedded_weights, "MOST_ADAPTERS", 1)  # so that those of the first requests make room for the others'
-    models = [Model(str(i), Shape(2 + 3 * i, mlp=i != 1), tmp_path / str(i), seed=i) for i in range(3)]
+    models = [Model(str(i), Shape(rank, mlp=i != 1), tmp_path / str(i), seed=i) for i, rank in enumerate((2, 5, 20))]
     sources = [Source("base", None, tmp_path / "base")]
-    for version in range(2):
-        for model in models:
-            host.forward(model, datums("cross_entropy", version), "cross_entropy", {}, True)
-            host.step(model, replace(STEP, learning_rate=1.0))
-            place = tmp_path / f"{model.id} at {version}"
-            host.save(model, place / "state")
-            sources.append(Source(place.name, model.shape, place, model, model.steps))
+    sources += [saved(host, model, tmp_path, version) for version in range(2) for model in models]
 
     async def sample() -> list[Any]:
         thread = OneThread("tinker")
@@ -276,6 +271,40 @@ def test_adapters_and_versions_of_them_are_sampled_together(
 
     *found, again = (x.json() for x in asyncio.run(sample()))
     assert again["sequences"] == found[2]["sequences"]  # in other company
+    check_samples(host, sources, found)
+
+
+def test_whole_models_are_sampled_with_their_own_weights(host: TrainerHost, tmp_path: Path) -> None:
+    """Which the engine has one after the other, while requests for several wait."""
+    models = [Model(str(i), Shape(0), tmp_path / str(i), seed=i) for i in range(2)]
+    sources = [*(saved(host, model, tmp_path, model.seed) for model in models), Source("base", None, tmp_path / "base")]
+
+    async def sample() -> list[Any]:
+        thread = OneThread("tinker")
+        samplers = Samplers(host, thread, load_tokenizer(host.base), EmbeddedWeights(host, thread, 8))
+        try:
+            asked = (samplers.sample(x, sample_request(list(range(2, 10))), 0) for x in sources * 2)
+            return [x.json() for x in await asyncio.gather(*asked)]
+        finally:
+            await samplers.close()
+            thread.close()
+
+    first, again = np.array_split(np.array(asyncio.run(sample()), object), 2)
+    check_samples(host, sources, first)
+    assert [x["sequences"] for x in again] == [x["sequences"] for x in first]
+
+
+def saved(host: TrainerHost, model: Model, place: Path, seed: int) -> Source:
+    """Trains for a step, whose weights are to be sampled from. seed: of its data."""
+    host.forward(model, datums("cross_entropy", seed), "cross_entropy", {}, True)
+    host.step(model, replace(STEP, learning_rate=1.0))
+    directory = place / f"{model.id} at {model.steps}"
+    host.save(model, directory / "state")
+    return Source(directory.name, model.shape, directory, model, model.steps)
+
+
+def check_samples(host: TrainerHost, sources: Sequence[Source], found: Sequence[Any]) -> None:
+    """Holds the log-probabilities of what was sampled from each to the trainer's."""
     different = set()
     for source, result in zip(sources, found, strict=True):
         for sequence in result["sequences"]:
