@@ -33,6 +33,7 @@ from areal_x.run import checkpoint, journal
 from areal_x.runtime import interrupts
 from areal_x.types import Scored, Task
 from areal_x.workflows.single_turn import SingleTurn
+from tests.processes import lives
 
 GIN = """
 import tests.interrupted_runs
@@ -189,7 +190,7 @@ def stopped(moment: str, place: Path) -> dict[str, Any]:
         "said": said.getvalue(),
         "checkpoints": [step for run in (place / "runs").glob("*") for step in checkpoint.steps(run)],
         "threads": [thread.name for thread in threading.enumerate() if thread.name in ("rollout", "gateway", "checkpoint")],
-        "children": [" ".join(c.cmdline()) for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE],
+        "children": [" ".join(c.cmdline()) for c in psutil.Process().children() if lives(c)],
         "handled": signal.getsignal(number) is signal.default_int_handler and interrupts._current is None,
     }
 

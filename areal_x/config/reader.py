@@ -307,6 +307,7 @@ class _Reader:
         """Raises: UserError for a macro that is used and not defined, or defined and not used: such
         a binding probably lacks its configurable's name."""
         defined = {b.scope: b for b in self.bindings.values() if b.selector == MACRO}
+        bound = {b.selector for b in self.bindings.values()}
         for name, place in self.macros_used:
             if name not in defined:
                 raise UserError(
@@ -315,11 +316,8 @@ class _Reader:
         used = {name for name, _ in self.macros_used}
         for name, binding in defined.items():
             if name not in used:
-                known = {
-                    p: short_name(s)
-                    for s, c in sorted(registered().items(), reverse=True)
-                    for p in parameters(c)
-                }
+                order = sorted(registered(), key=lambda s: (s not in bound, s), reverse=True)
+                known = {p: short_name(s) for s in order for p in parameters(registered()[s])}
                 close = get_close_matches(name, known, n=1)
                 meant = f"; did you mean {known[close[0]]}.{close[0]}?" if close else ""
                 raise UserError(

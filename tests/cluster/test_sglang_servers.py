@@ -14,6 +14,7 @@ from tests.cluster.watched import Watched, servers_left
 from tests.engines.fleet.test_placed import wait_for
 from tests.engines.sglang.conftest import PYTHON
 from tests.launching import ONE_RANK, ONLINE, command_of, slow_rewards, started
+from tests.processes import lives
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600), pytest.mark.cluster, pytest.mark.sglang]
@@ -39,13 +40,6 @@ def keepers(model: Path) -> set[psutil.Process]:
     """The keepers of this model's servers."""
     parents = {process.parent() for process in servers_left(model)}
     return {parent for parent in parents if parent is not None and "ray::" in " ".join(parent.cmdline())}
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_run_goes_on_when_the_keeper_of_its_server_is_killed(tiny_model_dir: Path, tmp_path: Path) -> None:

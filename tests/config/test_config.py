@@ -27,6 +27,11 @@ def judge(task: Any, text: str) -> float:
     return 0.0
 
 
+@gin.configurable(module="a_config_test")
+def first_with_steps(steps: int = 1) -> None:
+    """No file binds it, and its name comes before that of `train`."""
+
+
 @gin.configurable(module="config_test")
 @dataclass
 class Inner:

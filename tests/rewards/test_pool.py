@@ -20,17 +20,10 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.rewards.pool import RewardLimits, RewardPool
 from areal_x.runtime import guard
 from areal_x.types import Failed, Scored, Task, TimedOut
+from tests.processes import gone
 from tests.rewards import reward_functions as rewards
 
 TASK = Task("t", "p", answer="7")
-
-
-def gone(pid):
-    """True if the process has ended; a zombie has, and only awaits collection by its parent."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def processes_of(pool):

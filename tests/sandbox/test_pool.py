@@ -15,6 +15,7 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.sandbox.pool import ProgramResult, Sandbox, SandboxLimits, shorten
+from tests.processes import gone, lives
 from tests.thorough import further
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -39,17 +40,9 @@ def temporary(tmp_path_factory, monkeypatch):
 def below(pid):
     """Returns every process that one has started, and theirs."""
     try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+        return [child.pid for child in psutil.Process(pid).children(recursive=True) if lives(child)]
     except psutil.NoSuchProcess:
         return []
-
-
-def gone(pid):
-    """Returns True if a process has ended; a zombie has, and is its adopter's to reap."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 async def until(condition):

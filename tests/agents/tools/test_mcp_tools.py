@@ -16,18 +16,12 @@ from areal_x.agents.tools.mcp_tools import McpServer
 from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.errors import ConfigError, UserError
 from tests.launching import free_port
+from tests.processes import gone
 
 pytest.importorskip("mcp")
 
 SCRIPT = str(Path(__file__).with_name("mcp_server_script.py"))
 COMMAND = (sys.executable, SCRIPT)
-
-
-def gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def answers(server, *calls, **settings):

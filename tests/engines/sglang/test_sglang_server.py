@@ -22,6 +22,7 @@ from areal_x.preflight.servers import check_sglang_servers
 from areal_x.protocols.engine import Request, SamplingParams
 from tests.engines.conformance import expected_logprobs
 from tests.engines.sglang.conftest import PYTHON
+from tests.processes import lives
 from tests.servers import Run, Weights
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -132,7 +133,7 @@ def test_a_killed_servers_requests_are_answered_by_its_next_process_and_no_proce
 
     processes = run(through_a_death())
     assert len({process.pid for process in processes}) >= 6
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert not any(map(lives, processes))
 
 
 def test_samples_of_a_server_that_samples_by_seeds_differ(tiny_model_dir: Path, tmp_path: Path, run: Run) -> None:

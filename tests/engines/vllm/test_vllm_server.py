@@ -25,6 +25,7 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dialects import Dialect
 from areal_x.engines.vllm.server import Launch, command, environment
 from areal_x.errors import ConfigError
+from tests.processes import lives
 
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3, threads=2)
 
@@ -190,10 +191,6 @@ def family_of(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
-
 ENDINGS = [
     "the owner is killed",
     "the watchdog is stopped",
@@ -222,7 +219,7 @@ def test_however_it_ends_no_process_of_a_server_is_left(ending: str, tmp_path: P
                 second.suspend()  # both are gone before it looks
                 watchdog.kill()
                 server.kill()
-                wait_for(lambda: gone([watchdog, server]))
+                wait_for(lambda: not lives(watchdog) and not lives(server))
                 second.resume()
             elif ending.endswith("is stopped"):
                 (second if "second" in ending else watchdog).terminate()
@@ -230,7 +227,7 @@ def test_however_it_ends_no_process_of_a_server_is_left(ending: str, tmp_path: P
                 (second if "second" in ending else watchdog).kill()
             else:
                 server.kill()
-            wait_for(lambda: gone(processes))
+            wait_for(lambda: not any(map(lives, processes)))
             assert staged.exists() == (ending != "the owner is killed")
         finally:
             owner.kill()
