@@ -89,7 +89,7 @@ class EmbeddedWeights:
         """Brings an adapter into the engine, in place of some that nobody uses."""
         try:
             idle = [name for name, x in self._adapters.items() if not x.users]
-            gone = idle[: max(len(self._adapters) - MOST_ADAPTERS, 0)]
+            gone = idle[: max(len(idle) - MOST_ADAPTERS, 0)]
             for name in gone:  # before anything waits: adapters come at the same time
                 del self._adapters[name]
             await asyncio.gather(*(engine.put_adapter(name, None) for name in gone))

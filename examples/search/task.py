@@ -9,7 +9,6 @@ is exactly the name, or with `exact = False` contains it in <answer> </answer>.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -113,8 +112,9 @@ def verify(task: Task, text: str, exact: bool = True) -> float:
         exact: Compares the whole text; False compares the content of the last <answer> </answer>.
     """
     if not exact:
-        found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-        text = found[-1].strip() if found else ""
+        before, _, _ = text.rpartition("</answer>")
+        _, opened, found = before.rpartition("<answer>")
+        text = found.strip() if opened else ""
     return float(text == task.answer)
 
 
