@@ -61,6 +61,7 @@ RECIPES = (
     ),
 )
 COLOURS = {"torch": "#D55E00", "jax": "#0072B2"}  # of Okabe and Ito's palette
+STYLES = {"torch": "-", "jax": "--"}  # both are seen where they are equal
 
 
 def has_cookbook() -> bool:
@@ -136,7 +137,9 @@ def draw(found: Mapping[str, Curves], path: Path) -> None:
     for axes, recipe in zip(figure.subplots(2, 2).flat, RECIPES, strict=True):
         for backend, own in found.items():
             values = own[recipe.module]
-            axes.plot(range(len(values)), values, color=COLOURS[backend], linewidth=1.8, label=backend)
+            axes.plot(
+                range(len(values)), values, color=COLOURS[backend], linestyle=STYLES[backend], linewidth=1.8, label=backend
+            )
         axes.set_title(recipe.title, fontsize=9)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
