@@ -61,3 +61,54 @@ def paths(
         whole.append(own if parent < 0 else np.concatenate([whole[parent], own]))
     continued = set(found.parents.tolist())
     return [path for i, path in enumerate(whole) if i not in continued]
+
+
+class Continued(NamedTuple):
+    """The tokens of packed rows that another one follows, in as many rows.
+
+    The state of a token that none follows is read by none: a model that computes these alone gives
+    the log-probability of every token. Where tries have leaves and no other branches, what is left of
+    each is one sequence.
+    """
+
+    at: Int64[np.ndarray, "rows shorter"]
+    """Index of each in its row; −1 for padding, which is last."""
+
+    parents: Int32[np.ndarray, "rows shorter"]
+    """Index here of the token before each; −1 for none."""
+
+    before: Int32[np.ndarray, "rows length"]
+    """Index here of the token before each of the packed rows' tokens; −1 for none."""
+
+    def segment_ids(self) -> Int32[np.ndarray, "rows shorter"]:
+        """Returns a number for the tokens of each trie of a row; 0 for padding."""
+        found: np.ndarray = np.cumsum((self.at >= 0) & (self.parents < 0), axis=1, dtype=np.int32)
+        return np.where(self.at >= 0, found, np.int32(0))
+
+    def branches(self) -> bool:
+        """True if any token has several after it here."""
+        before = np.arange(self.at.shape[1]) - 1
+        return bool(((self.parents >= 0) & (self.parents != before)).any())
+
+
+def continued(
+    parents: Int[np.ndarray, "rows length"],
+    segment_ids: Int[np.ndarray, "rows length"],
+    least: int = 1,
+) -> Continued:
+    """Returns the tokens that another one follows, in rows of a power of two that is at least
+    `least`."""
+    rows = np.arange(len(parents))[:, None]
+    known = (segment_ids > 0) & (parents >= 0)
+    followed = np.zeros(parents.shape, np.bool_)
+    followed[np.broadcast_to(rows, parents.shape)[known], parents[known]] = True
+    counts = followed.sum(axis=1)
+    length = max(least, 1 << (max(int(counts.max(initial=0)), 1) - 1).bit_length())
+    number = np.cumsum(followed, axis=1, dtype=np.int32) - 1
+    before = np.where(known, number[rows, np.maximum(parents, 0)], -1).astype(np.int32)
+    at = np.full((len(parents), length), -1, np.int64)
+    own = np.full(at.shape, -1, np.int32)
+    row, token = np.nonzero(followed)
+    at[row, number[row, token]] = token
+    own[row, number[row, token]] = before[row, token]
+    return Continued(at, own, before)

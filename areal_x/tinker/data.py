@@ -105,12 +105,19 @@ def chain_of(datum: Datum) -> Chain:
     return Chain(nodes, parents, depths, at)
 
 
+def weighted(datum: Datum, weights: Float32[np.ndarray, "n targets"]) -> Datum:
+    """Returns the tokens and their targets, with the next token in place of targets whose weight is 0,
+    which need no leaf then."""
+    following = np.append(datum.tokens[1:], datum.targets[-1, 0])[:, None]
+    return Datum(datum.tokens, np.where(weights != 0, datum.targets, following))
+
+
 def is_sequence(chain: Chain) -> bool:
     """True if no token has more than one node after it."""
     return bool((chain.parents == np.arange(len(chain.parents)) - 1).all())
 
 
-def check_sizes(datums: Sequence[Datum], most: int, shares: bool) -> list[Chain]:
+def check_sizes(datums: Sequence[Datum], most: int, shares: bool = True) -> list[Chain]:
     """Returns the datums' nodes. Raises: as `lay_out`."""
     chains = [chain_of(datum) for datum in datums]
     for index, chain in enumerate(chains):
@@ -139,9 +146,9 @@ def lay_out(
     """Packs datums into rows of a power of two of tokens, each with datums of one group.
 
     groups: of each datum, None for one of all. most: tokens of the longest sequence; rows with
-    branches may be longer. shares: whether the model computes branches (False for families that
-    `train.share_prompts` refuses). Raises: UserError for a datum that does not fit, or that needs
-    branches.
+    branches may be longer. shares: whether the trainer computes branches: False for one of families
+    that `train.share_prompts` refuses; a bank of adapters computes no leaves. Raises: UserError for a
+    datum that does not fit, or that needs branches.
     """
     chains = check_sizes(datums, most, shares)
     plain = all(is_sequence(chain) for chain in chains)

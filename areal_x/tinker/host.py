@@ -230,7 +230,7 @@ class TrainerHost:
             self._pinned.add(names[-1])
         every = [datum for _, datums in taken for datum in datums]
         owners = [index for index, (_, datums) in enumerate(taken) for _ in datums]
-        layout = lay_out(every, self.context, self.model.shares, owners)
+        layout = lay_out(every, self.context, groups=owners)
 
         def evaluate(
             logprobs: Float32[np.ndarray, "rows length"],
@@ -250,7 +250,7 @@ class TrainerHost:
         try:
             losses.find(work.loss, work.config)
             self.model.check_tokens(work.datums)
-            check_sizes(work.datums, self.context, self.model.shares)
+            check_sizes(work.datums, self.context)
         except UserError as error:
             work.error = error
 
@@ -339,12 +339,13 @@ class TrainerHost:
         asked = np.where(targets < 0, tokens[1:, None], targets).astype(np.int32)
         found = np.zeros(targets.shape, np.float32)
         score = self._scorer(source)
+        shares = self.model.shares or self._bank_of(source) is not None
         width = max(1, WIDEST * self.context // len(tokens) - 1)
         for start in range(0, targets.shape[1], width):
             part = slice(start, start + width)
             datum = Datum(tokens[:-1], asked[:, part])
             self.model.check_tokens([datum])
-            layout = lay_out([datum], self.context, self.model.shares)
+            layout = lay_out([datum], self.context, shares)
             found[:, part] = layout.gather(score(layout))[0]
         return np.where(targets < 0, np.float32(0), found)
 

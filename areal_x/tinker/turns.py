@@ -25,7 +25,7 @@ from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.trainer import SetsOptimizer, Trainer
 from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
 from areal_x.tinker import losses
-from areal_x.tinker.data import Datum, Layout, lay_out
+from areal_x.tinker.data import Datum, Layout, lay_out, weighted
 from areal_x.tinker.losses import Config, Evaluated
 from areal_x.tinker.models import Base, Model, Shape, Source, copied, fresh_adapter, write_whole
 
@@ -136,9 +136,11 @@ class Turns:
             raise UserError("optim_step needs a forward_backward before it: there is no gradient")
         trainer = self._enter(model)
         pending, model.pending = model.pending, []
+        coefficients = [x for _, some in pending for x in some]
         datums = [datum for some, _ in pending for datum in some]
+        datums = [weighted(x, own) for x, own in zip(datums, coefficients, strict=True)]
         layout: Layout = lay_out(datums, self.base.context, self.base.shares)
-        weights = layout.spread([x for _, some in pending for x in some])
+        weights = layout.spread(coefficients)
         assert isinstance(trainer, SetsOptimizer)
         trainer.set_optimizer(optimizer)
         self._changed = True

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.protocols.tries import nodes, paths, subtree_ends
+from areal_x.protocols.tries import continued, nodes, paths, subtree_ends
 
 PADDING = 3
 
@@ -54,3 +54,25 @@ def test_nodes_part_where_a_token_is_continued_twice_or_not_by_the_next(parents:
 def test_a_path_leads_to_each_token_that_none_continues(parents: np.ndarray) -> None:
     last = set(range(len(parents))) - set(parents.tolist())
     assert [path.tolist() for path in paths(*row_of(parents))] == [ancestors(parents.tolist(), i) for i in sorted(last)]
+
+
+@given(st.lists(forests(), min_size=1, max_size=3))
+def test_continued_tokens_are_those_with_children_and_lead_to_the_same_ancestors(of_rows: list[np.ndarray]) -> None:
+    longest = max(map(len, of_rows)) + PADDING
+    parents, ids = np.full((len(of_rows), longest), -1, np.int32), np.zeros((len(of_rows), longest), np.int32)
+    for row, own in enumerate(of_rows):
+        parents[row, : len(own)], ids[row, : len(own)] = own, 1
+    found = continued(parents, ids, least=4)
+    assert found.at.shape == found.parents.shape == (len(of_rows), found.at.shape[1])
+    assert found.at.shape[1] in (4, 8, 16, 32, 64)
+    for own, at, above, before, numbers in zip(
+        of_rows, found.at.tolist(), found.parents.tolist(), found.before, found.segment_ids().tolist(), strict=True
+    ):
+        kept = sorted({parent for parent in own.tolist() if parent >= 0})
+        assert at == kept + [-1] * (len(at) - len(kept))
+        assert [at[x] if x >= 0 else -1 for x in above[: len(kept)]] == own[kept].tolist()
+        assert set(above[len(kept) :]) | set(before[len(own) :].tolist()) <= {-1}
+        assert [at[x] if x >= 0 else -1 for x in before[: len(own)].tolist()] == own.tolist()
+        firsts = {ancestors(above, x)[0] for x in range(len(kept))}
+        assert numbers == [sorted(firsts).index(ancestors(above, x)[0]) + 1 for x in range(len(kept))] + [0] * numbers.count(0)
+    assert found.branches() == any(x >= 0 and x != i - 1 for row in found.parents.tolist() for i, x in enumerate(row))

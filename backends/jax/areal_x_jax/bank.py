@@ -23,7 +23,7 @@ from jaxtyping import Array, Float32, Int32
 
 from areal_x.protocols.adapter_bank import NO_ADAPTER, AdapterState, Evaluate
 from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig, OptimizerConfig, TrainerConfig
-from areal_x.protocols.tries import subtree_ends
+from areal_x.protocols.tries import continued, subtree_ends
 from areal_x.types import Batch
 from areal_x_jax import adapter_blocks, lora, optimizers
 from areal_x_jax.adapter_blocks import BLOCK, count_blocks, rank_axis
@@ -38,6 +38,7 @@ from areal_x_jax.weights import from_tensors, places, to_tensors
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 LEAST_RANK = 4
+LEAST_LENGTH = 32  # of rows of which only a part is computed
 
 
 @dataclass(eq=False)
@@ -191,19 +192,28 @@ class Bank:
         def put(x: np.ndarray) -> Array:
             return jnp.asarray(np.pad(np.asarray(x), ((0, more), *[(0, 0)] * (x.ndim - 1))))
 
-        ends = until = None
+        ends = until = computed = None
         segments = np.asarray(batch.segment_ids)
+        if batch.parents is not None:
+            followed = continued(np.asarray(batch.parents), segments, LEAST_LENGTH)
+            segments = followed.segment_ids()
+            if followed.branches():
+                of_rows = zip(followed.parents, segments, strict=True)
+                until = put(np.stack([subtree_ends(*row) for row in of_rows]).astype(np.int32))
+            tokens, positions, mask = (
+                np.take_along_axis(np.asarray(x), np.maximum(followed.at, 0), axis=1)
+                for x in (batch.tokens, batch.positions, batch.mask)
+            )
+            computed = Batch(tokens, segments, positions, mask & (segments > 0)).map(put)
+            batch = batch.replace(parents=followed.before)
         if self.trainer._reads_ends:
             found = run_ends(segments)
             ends = None if found is None else put(found)
-        if batch.parents is not None:
-            of_rows = zip(np.asarray(batch.parents), segments, strict=True)
-            until = put(np.stack([subtree_ends(*row) for row in of_rows]).astype(np.int32))
         which = None
         if own and not (adapters == chosen[0]).all():
             rows_of = [np.flatnonzero(adapters == index) for index in chosen]
             which = RowBlocks.of(rows_of, [x.blocks for x in own], count + more)
-        return Rows(batch.map(put), None, ends, until, which), own
+        return Rows(batch.map(put), None, ends, until, which, computed), own
 
     def _stacks(self, own: Sequence[Adapter], rows: Rows) -> tuple[Params, Array]:
         """Returns the kernels of the rows' adapters and their scales: blocks, [layers, blocks, in,

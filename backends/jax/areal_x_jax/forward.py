@@ -31,13 +31,15 @@ from areal_x_jax.vision_architecture import VisionArchitecture
 class Rows(NamedTuple):
     """A batch and its images. ends: see `AttentionMask`; None unless a kernel reads them. until: see
     `dense_attention.Tries`; None unless sequences share tokens. adapters: of the rows; None unless
-    there are several."""
+    there are several. computed: the tokens that the model computes, in as many rows; None for all.
+    `batch.parents` are indices of these, and `ends` and `until` theirs."""
 
     batch: Batch
     images: ImageArrays | None
     ends: Int[Array, "rows runs"] | None = None
     until: Int[Array, "rows length"] | None = None
     adapters: RowBlocks | None = None
+    computed: Batch | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Forward:
         remat: str,
         recorded: Array | None = None,
     ) -> tuple[Array, Use | None]:
-        batch = rows.batch
+        batch = rows.computed or rows.batch
         return hidden_states(
             arch,
             params,

@@ -30,7 +30,7 @@ from areal_x.protocols.trainer_config import EXPERTS, LoRAConfig, OptimizerConfi
 from areal_x.types import Batch
 from areal_x_torch import decoder_blocks, lora, model, rope
 from areal_x_torch.device import memory_of
-from areal_x_torch.flat_rows import flatten_rows, to_tensor
+from areal_x_torch.flat_rows import continued_rows, flatten_rows, to_tensor
 from areal_x_torch.sampler import Sampler
 from areal_x_torch.slot_adapters import AdapterMatrices
 from areal_x_torch.split_linear import SplitLinear
@@ -121,7 +121,11 @@ class Bank:
         self.trainer._check(batch, self.model, self.trainer.directory)
         self.trainer.check_tokens(batch, model.vocabulary_size(self.model))
         packed = batch.map(np.asarray)
-        (flat,) = flatten_rows(packed.segment_ids, packed.tokens.size, packed.parents)
+        segments, size = packed.segment_ids, packed.tokens.size
+        if packed.parents is None:
+            (flat,) = flatten_rows(segments, size)
+        else:
+            (flat,) = continued_rows(segments, packed.parents, size)
         of_tokens = flat.take(np.broadcast_to(adapters[:, None], packed.shape))
         own = [
             (self._adapters[names[index]], places_of(of_tokens == index))

@@ -9,14 +9,14 @@ gets the packed rows themselves, because their segments may belong together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from areal_x.protocols.tries import Nodes, nodes
+from areal_x.protocols.tries import Nodes, continued, nodes
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,28 @@ class FlatRow:
     def real_tokens(self, own: slice) -> int:
         """Returns the number of tokens of the part `own` that are not padding; they come first."""
         return max(min(own.stop, len(self.places) - self.padding) - own.start, 0)
+
+
+@dataclass(frozen=True)
+class ContinuedRow(FlatRow):
+    """A flat row of the tokens that another one follows, whose outputs can be read of all tokens.
+
+    A datum of the Tinker API may name at each token a target that is not the next one: a leaf of its
+    trie, whose state is read by none. Without its leaves such a trie is one sequence again."""
+
+    before: Int64[np.ndarray, " packed"] = field(kw_only=True)
+    """Index of the token before each in the flattened packed rows, −1 for none."""
+
+    def read(
+        self, wanted: Bool[np.ndarray, "rows length"], before: bool, own: slice
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        if not before or own != slice(0, len(self.places)):
+            raise NotImplementedError("the states of tokens that none follows were not computed")
+        at = np.full(len(self.before) + 1, -1)  # the last is that of none
+        at[self.places] = np.arange(len(self.places))
+        states = at[self.before]
+        tokens = np.flatnonzero(wanted.reshape(-1) & (states >= 0))
+        return states[tokens], tokens
 
 
 def padding_row(tokens: int) -> FlatRow:
@@ -145,6 +167,23 @@ def flatten_rows(
             np.where(prefixes[part] < 0, -1, prefixes[part] - part.start),
         )
         for part in of_parts
+    ]
+
+
+def continued_rows(
+    segment_ids: Int64[np.ndarray, "rows length"],
+    parents: Int64[np.ndarray, "rows length"],
+    budget: int,
+) -> list[FlatRow]:
+    """Returns the tokens of packed rows that another one follows, as `flatten_rows` does."""
+    found = continued(parents, segment_ids)
+    firsts = np.arange(len(parents))[:, None] * parents.shape[1]
+    at = (firsts + found.at).reshape(-1)
+    known = (segment_ids > 0) & (parents >= 0)
+    before = np.where(known, firsts + parents, -1).reshape(-1)
+    return [
+        ContinuedRow(at[flat.places], flat.lengths, flat.prefixes, before=before)
+        for flat in flatten_rows(found.segment_ids(), budget, found.parents)
     ]
 
 

@@ -53,7 +53,7 @@ from areal_x_torch.device import (
     peak_bytes,
 )
 from areal_x_torch.dtensors import Stored, gather_each
-from areal_x_torch.flat_rows import to_tensor
+from areal_x_torch.flat_rows import FlatRow, continued_rows, to_tensor
 from areal_x_torch.forward import Forward
 from areal_x_torch.images import check_images, check_sharing
 from areal_x_torch.pipeline import Pipeline, Stages, check_adapters
@@ -70,6 +70,7 @@ from areal_x_torch.tensor_split import replicated_in_tensor_group
 from areal_x_torch.update import KeptOutputs, Step, clip
 
 # The output of each method of a trainer, and the heads that have it.
+MOSTLY = 0.75  # of a row's tokens: if fewer are followed by others, these alone are computed
 OUTPUTS = {"logprobs": ("logp", ("policy",)), "values": ("values", ("value", "reward"))}
 
 
@@ -442,6 +443,17 @@ class Trainer(HuggingFaceTrainer):
         return self._own_tokens(rows, whole, method).cpu().numpy()
 
     # Not inference mode: parameters that fully_shard gathers in it could not be trained afterwards.
+    def _passes(self, packed: Batch, passes: int, output: str) -> list[FlatRow]:
+        """Returns the passes for an output of all tokens. Tries that are leaves for the most part are
+        computed without them, as each leaf costs attention a call of its own."""
+        if packed.parents is not None and output == "logp" and self.mesh is None:
+            budget = self.config.micro_batch_rows * packed.shape[1]
+            rows = continued_rows(packed.segment_ids, packed.parents, budget)
+            computed = sum(len(row.places) for row in rows)
+            if computed < MOSTLY * np.count_nonzero(packed.segment_ids):
+                return rows
+        return self.forward.passes(packed, passes)
+
     @torch.no_grad()
     def _own_tokens(
         self, rows: Batch, passes: int, method: str
@@ -461,7 +473,7 @@ class Trainer(HuggingFaceTrainer):
         count = len(packed.tokens)
         if not count:
             packed = blank_row(packed)
-        wanted, flat_rows = packed.segment_ids != 0, self.forward.passes(packed, passes)
+        wanted, flat_rows = packed.segment_ids != 0, self._passes(packed, passes, output)
         if self.pipeline is not None:
             return self.forward.outputs_of_stages(packed, wanted, flat_rows, output)[:count]
         policy = self.forward.policy(packed, wanted, flat_rows)
