@@ -8,7 +8,9 @@ A request longer than its share goes on in the next pass, so that a client that 
 hold up the others. Clients come back at about the same time after a pass, so the next one waits for
 those of the last two, a quarter of a pass at most; a request alone waits for nobody.
 
-If everything is to be exact (`TrainerHost.exact`), they take turns instead, a pass each.
+If everything is to be exact (`TrainerHost.exact`), they take turns instead, a pass each. So do
+requests that a restarted server computes again: most clients had trained alone, and others' requests
+in a pass change the last bits of one's gradients.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ MOST_WAIT = 0.05  # seconds
 
 @dataclass(eq=False)
 class Waiting:
-    """A request. owner: the client whose share it takes."""
+    """A request. owner: the client whose share it takes. apart: whether its passes are its own."""
 
     owner: str
     work: Work
+    apart: bool
     done: asyncio.Future[None]
 
 
@@ -52,15 +55,19 @@ class Gathering:
     _last: tuple[frozenset[Model], frozenset[Model]] = (frozenset(), frozenset())
     _until: float = 0.0  # when the wait for them ends, by time.monotonic
 
-    async def forward(self, owner: str, work: Work) -> tuple[list[np.ndarray], Evaluated]:
-        """Computes a request: see `TrainerHost.forward`. Raises: UserError."""
+    async def forward(
+        self, owner: str, work: Work, apart: bool = False
+    ) -> tuple[list[np.ndarray], Evaluated]:
+        """Computes a request: see `TrainerHost.forward`. apart: in passes of its own. Raises:
+        UserError."""
         at_once = self.host.is_at_once(work.model)
         if at_once is None:
             at_once = await self.thread.run(self.host.trains_at_once, work.model)
         if not at_once:
             given = work.model, work.datums, work.loss, work.config, work.backward
             return await self.thread.run(self.host.forward, *given)
-        waiting = Waiting(owner, work, asyncio.get_running_loop().create_future())
+        apart = apart or self.host.exact == "everything"
+        waiting = Waiting(owner, work, apart, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._arrived.set()
         if self._task is None:
@@ -77,10 +84,11 @@ class Gathering:
     async def _run(self) -> None:
         try:
             while self._waiting:
-                apart = self.host.exact == "everything"
+                apart = self._waiting[0].apart
                 if not apart:
                     await self._gather()
-                chosen = self._waiting[:1] if apart else list(self._waiting)
+                together = [x for x in self._waiting if not x.apart]
+                chosen = self._waiting[:1] if apart else together
                 portions = shares([(x.owner, x.work) for x in chosen], self.host.pass_tokens)
                 begun = time.monotonic()
                 await self.thread.run(self.host.advance, portions)

@@ -34,12 +34,13 @@ BODIES: dict[str, tuple[type[requests.Body], Callable[[Account, Any, Sent], Job]
 }
 
 
-async def job_of(account: Account, sent: Sent) -> Job:
-    """Reads a request for a model. Raises: UserError; Unknown."""
+async def job_of(account: Account, sent: Sent, again: bool = False) -> Job:
+    """Reads a request for a model. again: that the server computes again. Raises: UserError;
+    Unknown."""
     if sent.kind in ("forward", "forward_backward"):
         only, read = sent.kind == "forward", datums.read_forward_backward
         body = await inline_or_in_pool(len(sent.body), read, sent.wire, sent.body, only)
-        return training.forward_backward(account, body, sent)
+        return training.forward_backward(account, body, sent, apart=again)
     kind, make = BODIES[sent.kind]
     return make(account, requests.read(kind, sent.body), sent)
 
@@ -153,7 +154,7 @@ def has_effect(row: Row) -> bool:
 
 async def do_again(account: Account, row: Row) -> results.Result:
     sent = row.sent._replace(body=account.server.journal.body_of(row.id))
-    return await (await job_of(account, sent)).work()
+    return await (await job_of(account, sent, again=True)).work()
 
 
 async def answer_again(account: Account, row: Row) -> results.Result:

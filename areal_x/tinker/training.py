@@ -39,8 +39,10 @@ def create_model(account: Account, body: requests.CreateModel, sent: Sent) -> Jo
     return Job(trained, 0, sent, work)
 
 
-def forward_backward(account: Account, body: datums.ForwardBackward, sent: Sent) -> Job:
-    """Raises: Unknown."""
+def forward_backward(
+    account: Account, body: datums.ForwardBackward, sent: Sent, apart: bool = False
+) -> Job:
+    """apart: see `Gathering.forward`. Raises: Unknown."""
     trained = account.trained(body.model_id)
 
     async def work() -> results.Result:
@@ -49,7 +51,7 @@ def forward_backward(account: Account, body: datums.ForwardBackward, sent: Sent)
             trained.snapshots.stepped = False
         start = time.perf_counter()
         own = Work(trained.model, body.datums, body.loss, body.config, backward)
-        found = await account.server.gathering.forward(account.owner, own)
+        found = await account.server.gathering.forward(account.owner, own, apart)
         trained.snapshots.seconds += time.perf_counter() - start
         size = sum(x.targets.size for x in body.datums)
         return await inline_or_in_pool(size, outputs_of, body, *found)

@@ -145,6 +145,26 @@ def test_a_killed_server_goes_on_with_the_weights_it_would_have_had(
         assert {x.name for x in (tmp_path / "working").glob("*/*")} <= {reference.id}
 
 
+def test_requests_that_are_computed_again_share_no_pass_with_others(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they had none when their clients trained one after the other."""
+    monkeypatch.setattr(snapshots, "LEAST_SECONDS", 1e9)
+    with serving(tmp_path, model) as (client, _, kill):
+        models = [Trained(client) for _ in range(3)]
+        for trained in models:
+            for _ in range(2):
+                trained.step()
+        kill()
+    passes = []
+    advance = TrainerHost.advance
+    monkeypatch.setattr(TrainerHost, "advance", lambda host, portions: passes.append(len(portions)) or advance(host, portions))
+    with serving(tmp_path, model) as (client, _, _):
+        for trained in models:
+            again(client, trained).do("save_weights", path="end")
+    assert passes == [1] * 6
+
+
 def test_a_checkpoint_that_was_loaded_and_deleted_is_not_needed_again(tmp_path: Path, model: Path) -> None:
     with serving(tmp_path, model) as (client, _, kill):
         own = Trained(client)
