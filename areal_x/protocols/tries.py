@@ -82,7 +82,7 @@ class Continued(NamedTuple):
 
     def segment_ids(self) -> Int32[np.ndarray, "rows shorter"]:
         """Returns a number for the tokens of each trie of a row; 0 for padding."""
-        found: np.ndarray = np.cumsum((self.at >= 0) & (self.parents < 0), axis=1, dtype=np.int32)
+        found: np.ndarray = np.cumsum(self.parents < 0, axis=1, dtype=np.int32)  # padding is last
         return np.where(self.at >= 0, found, np.int32(0))
 
     def branches(self) -> bool:

@@ -86,7 +86,7 @@ def test_the_same_seeds_sample_the_same_tokens_as_without(plain: Sampler, guessi
     expected, found = sample_with_kept(plain, requests), sample_with_kept(guessing, requests)
     for slot, (tokens, logprobs, kept) in expected.items():
         assert found[slot][0] == tokens
-        np.testing.assert_allclose(found[slot][1], logprobs, atol=1e-5)
+        np.testing.assert_allclose(found[slot][1], logprobs, atol=5e-5)  # a temperature of 0.2: five times the logits' rounding
         assert (kept is None) == (found[slot][2] is None)
         if kept is not None:
             np.testing.assert_array_equal(found[slot][2].counts, kept.counts)

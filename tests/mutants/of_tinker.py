@@ -14,8 +14,48 @@ TEACHERS = ("tests/tinker/test_teachers.py",)
 EXACT_SAMPLES = ("tests/tinker/test_exact_samples.py",)
 SERVED = ("tests/tinker/test_served_weights.py",)
 NAMED = ("tests/engines/fleet/test_named_adapters.py",)
+TARGETS = ("tests/tinker/test_targets.py",)
+TRIES = ("tests/protocols/test_tries.py",)
 
 MUTANTS: list[Mutant] = [
+    *planted(
+        "areal_x/tinker/recovery.py",
+        RECOVERY,
+        (
+            "Tinker: requests that are computed again share passes",
+            "training.forward_backward(account, body, sent, apart=again)",
+            "training.forward_backward(account, body, sent)",
+        ),
+    ),
+    *planted(
+        "areal_x/tinker/data.py",
+        TARGETS,
+        ("Tinker: a target without weight takes one from its neighbour", "np.where(weights != 0,", "np.where(weights > 0,"),
+    ),
+    *planted(
+        "areal_x/protocols/tries.py",
+        TRIES,
+        (
+            "tries: what is computed alone has its parents in the whole row",
+            "own[row, number[row, token]] = before[row, token]",
+            "own[row, number[row, token]] = parents[row, token]",
+        ),
+        ("tries: padding has a segment", "np.where(self.at >= 0, found, np.int32(0))", "found"),
+    ),
+    *planted(
+        "backends/torch/areal_x_torch/flat_rows.py",
+        TARGETS,
+        (
+            "torch: of rows after the first, the first one's tokens are computed",
+            "at = (firsts + found.at).reshape(-1)",
+            "at = found.at.reshape(-1)",
+        ),
+        (
+            "torch: a target is read from its own place in the row",
+            "states = at[self.before]",
+            "states = np.where(at[self.before] < 0, -1, at[:-1])",
+        ),
+    ),
     *planted(
         "areal_x/tinker/data.py",
         STEPS,
@@ -137,7 +177,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "Tinker: requests that are to be exact share a pass",
-            "chosen = self._waiting[:1] if apart else list(self._waiting)",
+            "chosen = self._waiting[:1] if apart else together",
             "chosen = list(self._waiting)",
         ),
         (

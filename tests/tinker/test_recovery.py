@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("areal_x_torch")
 
+import torch
 from starlette.testclient import TestClient
 
 from areal_x.errors import UserError
@@ -46,6 +47,8 @@ def serving(
     root: Path, model: Path, teachers: Mapping[str, Path] | None = None, **of: Any
 ) -> Iterator[tuple[TestClient, Server, Killed]]:
     """Starts a server in a directory. What it gives last kills it: nothing reaches the disk any more."""
+    # Of new threads too: a sampler's changed how many processors theirs use, and so the last bits of what one computes.
+    torch.set_num_threads(torch.get_num_threads())
     thread = OneThread("tinker")
 
     def samplers_of(path: Path) -> Samplers:

@@ -14,7 +14,7 @@ from areal_x.errors import UserError
 from areal_x.hf import adapters
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.testing.models import write_tokenizer
-from areal_x.tinker.data import Datum, lay_out
+from areal_x.tinker.data import Datum, lay_out, weighted
 from areal_x.tinker.host import TrainerHost
 from areal_x.tinker.models import Model, Shape, Source
 from areal_x_torch.flat_rows import continued_rows
@@ -84,6 +84,16 @@ def test_any_targets_have_the_models_logprobs_and_those_without_weight_no_gradie
     assert max(float(np.abs(x).max()) for name, x in states[0].items() if "lora_B" in name) > 1e-3
     for name, x in states[0].items():
         np.testing.assert_allclose(x, states[1][name], atol=1e-5, err_msg=name)
+
+
+def test_the_next_token_stands_in_place_of_targets_whose_weight_is_0_and_of_no_others() -> None:
+    datum = answers(False, width=3)[0]
+    weights = np.random.default_rng(0).integers(-1, 2, datum.targets.shape).astype(np.float32)
+    found = weighted(datum, weights)
+    after = np.append(datum.tokens[1:], datum.targets[-1, 0])
+    for i, (own, kept) in enumerate(zip(datum.targets.tolist(), weights.tolist(), strict=True)):
+        assert found.targets[i].tolist() == [target if weight else after[i] for target, weight in zip(own, kept, strict=True)]
+    np.testing.assert_array_equal(found.tokens, datum.tokens)
 
 
 def test_a_datum_is_one_sequence_whatever_its_targets() -> None:
