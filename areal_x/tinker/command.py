@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import gin
-import uvicorn
 
 from areal_x.cluster.trainers import HERE
 from areal_x.engines.fleet.config import PROGRAMS, FleetConfig
@@ -35,6 +34,7 @@ from areal_x.tinker.app import application
 from areal_x.tinker.embedded_weights import EmbeddedWeights
 from areal_x.tinker.host import EXACT, TrainerHost
 from areal_x.tinker.journal import Journal
+from areal_x.tinker.listening import APIServer
 from areal_x.tinker.recovery import check_base, recover
 from areal_x.tinker.sampling import SampledWeights, Samplers
 from areal_x.tinker.served_weights import ServedWeights, create_engine
@@ -53,9 +53,7 @@ ssh -L PORT:127.0.0.1:PORT HOST"""
 LOOPBACK = "127.0.0.1"
 PREFIX = "tml-"  # without which clients refuse a key
 ADDRESS = "tinker.json"
-CLOSING_SECONDS = 2
 MAX_RANK, MAX_ADAPTERS = 64, 8  # of servers
-MOST_CONNECTIONS = 2048  # clients keep a connection for each request that they wait for
 FAILED = 1
 
 
@@ -299,25 +297,15 @@ def serve(
         check_base(server)
         if isinstance(weights, ServedWeights):
             await weights.start(root / "working")
-        served_application = application(server, keys)
-        for account in served_application.state.accounts:
+        served = application(server, keys)
+        accounts = served.state.accounts
+        for account in accounts:
             recover(account)
-        settings = uvicorn.Config(
-            served_application,
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
-            timeout_graceful_shutdown=CLOSING_SECONDS,
-        )
-        served = uvicorn.Server(settings)
+        api = APIServer(served, accounts)
         message(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={keys[0]}")
         sys.stdout.flush()
         try:
-            await served.serve(sockets=[listener])
+            await api.serve(sockets=[listener])
         finally:
             for one in (samplers, *of_teachers.values()):
                 await one.close()

@@ -74,6 +74,8 @@ class Futures:
     dropped: dict[str, None] = field(default_factory=dict)
     _bytes: int = 0
     _pending: int = 0
+    _polls: set[asyncio.Future[None]] = field(default_factory=set)
+    _ending: bool = False
 
     def add(self, id: str, kind: str) -> tuple[Pending, bool]:
         """Returns the request of an id, and True if it is new.
@@ -131,15 +133,29 @@ class Futures:
             self.observer.forgotten(oldest)
 
     async def result(self, id: str, seconds: float) -> Outcome | None:
-        """Returns a request's outcome, None if it takes longer.
+        """Returns a request's outcome, None if it takes longer or `end_polls` was called.
 
         Raises: Unknown; Gone.
         """
         if id not in self.requests:
             raise Gone if id in self.dropped else Unknown
         done = self.requests[id].done
-        await asyncio.wait({done}, timeout=seconds)
+        if self._ending:
+            return done.result() if done.done() else None
+        poll = asyncio.get_running_loop().create_future()
+        self._polls.add(poll)
+        try:
+            await asyncio.wait({done, poll}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._polls.discard(poll)
         return done.result() if done.done() else None
+
+    def end_polls(self) -> None:
+        """Lets all who wait for a result go without, and those who ask later."""
+        self._ending = True
+        for poll in self._polls:
+            if not poll.done():
+                poll.set_result(None)
 
     def start(self, id: str, kind: str, work: Work) -> bool:
         """Starts a request's work and returns True, unless it was sent before. Raises: as `add`."""

@@ -28,6 +28,15 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "areal_x/tinker/listening.py",
+        SERVER,
+        (
+            "Tinker: a server that ends leaves its clients waiting",
+            "account.futures.end_polls()",
+            "account.futures.requests.copy()",
+        ),
+    ),
+    *planted(
         "areal_x/tinker/data.py",
         TARGETS,
         ("Tinker: a target without weight takes one from its neighbour", "np.where(weights != 0,", "np.where(weights > 0,"),

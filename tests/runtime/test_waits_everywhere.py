@@ -293,7 +293,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "tinker/futures.py Futures._make_room: self.requests.pop(id).done.result()": AT_ONCE,
     "tinker/futures.py Futures.result: await asyncio.wait": CLIENTS,
     "tinker/futures.py Futures.result: done.result()": AT_ONCE,
-    "tinker/command.py serve.until_interrupted: await served.serve": CLIENTS,
+    "tinker/command.py serve.until_interrupted: await api.serve": CLIENTS,
     "tinker/sampling.py Samplers._scored: await own": CLIENTS,
     "tinker/gathering.py Gathering._gather: await asyncio.wait_for": Bounded("MOST_WAIT"),
     "tinker/gathering.py Gathering._gather: self._arrived.wait()": Bounded("MOST_WAIT"),

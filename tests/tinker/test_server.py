@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -27,6 +30,7 @@ from areal_x.tinker.app import ROUTES, application
 from areal_x.tinker.embedded_weights import EmbeddedWeights
 from areal_x.tinker.host import TrainerHost
 from areal_x.tinker.journal import Journal
+from areal_x.tinker.listening import APIServer
 from areal_x.tinker.sampling import Samplers
 
 OURS, OTHERS = "tml-the-key-of-one-client", "tml-the-key-of-another"
@@ -431,3 +435,32 @@ def test_old_results_make_room_and_are_then_gone(client: TestClient, monkeypatch
     for _ in range(2):
         model.loss()
     post(client, "retrieve_future", OURS, 410, request_id=first["request_id"])
+
+
+def test_who_waits_for_a_result_while_the_server_ends_is_told_to_ask_again(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each poll that was cancelled left a traceback, of hundreds that a client may have."""
+
+    async def ended() -> list[httpx.Response]:
+        made = application(server, [OURS])
+        (account,) = made.state.accounts
+        account.futures.start("waiting", "forward", asyncio.Event().wait)
+        api = APIServer(made, [account])
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/api/v1/retrieve_future"
+            serving = asyncio.create_task(api.serve(sockets=[listener]))
+            async with httpx.AsyncClient(headers={"x-api-key": OURS}) as client:
+                asked = [asyncio.create_task(client.post(url, json={"request_id": "waiting"})) for _ in range(20)]
+                while len(api.server_state.tasks) < 20:
+                    await asyncio.sleep(0.01)
+                api.should_exit = True
+                found = await asyncio.gather(*asked)
+                await serving
+        account.futures.cancel("waiting")
+        return found
+
+    for answer in asyncio.run(ended()):
+        assert answer.status_code == 408
+        assert answer.json() == {"type": "try_again", "request_id": "waiting", "queue_state": "active"}
+    assert not caplog.records
