@@ -69,8 +69,8 @@ from areal_x_torch.shares import MicroBatches, divide
 from areal_x_torch.tensor_split import replicated_in_tensor_group
 from areal_x_torch.update import KeptOutputs, Step, clip
 
-# The output of each method of a trainer, and the heads that have it.
 MOSTLY = 0.75  # of a row's tokens: if fewer are followed by others, these alone are computed
+# The output of each method of a trainer, and the heads that have it.
 OUTPUTS = {"logprobs": ("logp", ("policy",)), "values": ("values", ("value", "reward"))}
 
 
@@ -442,7 +442,6 @@ class Trainer(HuggingFaceTrainer):
     ) -> Float32[np.ndarray, "own_rows length"]:
         return self._own_tokens(rows, whole, method).cpu().numpy()
 
-    # Not inference mode: parameters that fully_shard gathers in it could not be trained afterwards.
     def _passes(self, packed: Batch, passes: int, output: str) -> list[FlatRow]:
         """Returns the passes for an output of all tokens. Tries that are leaves for the most part are
         computed without them, as each leaf costs attention a call of its own."""
@@ -454,6 +453,7 @@ class Trainer(HuggingFaceTrainer):
                 return rows
         return self.forward.passes(packed, passes)
 
+    # Not inference mode: parameters that fully_shard gathers in it could not be trained afterwards.
     @torch.no_grad()
     def _own_tokens(
         self, rows: Batch, passes: int, method: str
