@@ -216,10 +216,10 @@ def test_every_task_is_learned_from_the_teacher_of_its_domain(experiment, tmp_pa
     teachers = {name: str(write_model(tmp_path / name, seed=seed)) for name, seed in (("even", 5), ("odd", 6))}
     tasks = [replace(task, metadata={"domain": ("even", "odd")[i % 2]}) for i, task in enumerate(TASKS)]
     algorithm = recipes.multi_distill()
-    run = replace(experiment, algorithm=algorithm, teachers=teachers, dataset=tasks, steps=6, groups_per_step=4)
+    run = replace(experiment, algorithm=algorithm, teachers=teachers, dataset=tasks, steps=16, groups_per_step=4)
     turns = [turn for turn in run.turns(run.open()) if turn.groups]
     gaps = [turn.metrics["teacher_kl"] for turn in turns]
-    assert gaps[-1] < 0.9 * gaps[0]
+    assert np.mean(gaps[-4:]) < 0.9 * gaps[0]  # of other groups in each step
     references = {name: Reference(Path(path)) for name, path in teachers.items()}
     scored = sorted(np.round(turns[0].batch.reference_logp[turns[0].batch.mask], 3).tolist())
     wanted = [

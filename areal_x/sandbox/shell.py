@@ -52,10 +52,22 @@ def main() -> None:
 def unpack(archive: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
-        # Python 3.14's default filter would drop files that commands may create; before 3.11.4
-        # there were no filters.
-        filtering: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
-        tar.extractall(folder, **filtering)
+        # Python 3.14's default filter would drop files that commands may create.
+        if hasattr(tarfile, "tar_filter"):
+            tar.extractall(folder, filter="tar")
+        else:  # before 3.11.4
+            tar.extractall(folder, (within(folder, member) for member in tar))
+
+
+def within(folder: Path, member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Returns a member of an archive without a leading slash, just before it is unpacked.
+
+    Raises: TarError if it would be outside of the folder.
+    """
+    member.name = member.name.lstrip("/")
+    if not (folder / member.name).resolve().is_relative_to(folder.resolve()):
+        raise tarfile.TarError(f"{member.name!r} would be outside of the folder")
+    return member
 
 
 def run(request: dict[str, Any]) -> int | None:

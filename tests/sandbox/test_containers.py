@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import sys
 import tarfile
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from areal_x.errors import ConfigError, UserError
+from areal_x.sandbox import shell
 from areal_x.sandbox.containers.choice import containers_of
 from areal_x.sandbox.containers.command_line import LIVE, CommandLineContainers, run_words, start_words, works
 from areal_x.sandbox.containers.container import Container, ContainerError
@@ -185,14 +187,37 @@ def test_an_archive_cannot_leave_the_folder() -> None:
     async def go(container: Container) -> None:
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
-            for name in ("../../outside", "/tmp/absolute"):
+            for name in ("/tmp/absolute", "../../elsewhere"):
                 about = tarfile.TarInfo(name)
                 about.size = 1
                 tar.addfile(about, io.BytesIO(b"x"))
-        with pytest.raises(ContainerError, match="OutsideDestination"):
+        with pytest.raises(ContainerError, match="outside"):
             await container.copy_in(packed.getvalue())
 
     in_local(go, disk_mb=4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("names", [("../elsewhere",), ("up", "up/elsewhere")])
+def test_nor_can_it_with_a_python_whose_archives_have_no_filters(
+    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tarfile, "tar_filter", raising=False)
+
+    def archive(*names: str) -> str:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            for name in names:
+                about = tarfile.TarInfo(name)
+                if name == "up":
+                    about.type, about.linkname = tarfile.SYMTYPE, ".."
+                tar.addfile(about)
+        return base64.b64encode(packed.getvalue()).decode()
+
+    shell.unpack(archive("/inside", "of/one"), tmp_path / "folder")
+    with pytest.raises(tarfile.TarError, match="elsewhere"):
+        shell.unpack(archive(*names), tmp_path / "folder")
+    assert {path.name for path in tmp_path.rglob("*")} - {"up"} == {"folder", "inside", "of", "one"}
 
 
 def test_a_local_container_has_no_image() -> None:
