@@ -119,7 +119,7 @@ def test_stages_compute_what_all_layers_do(
     (_, (hidden, use)), gradient = run(staged, of_stages, Staged(stages, shares), rows)
     np.testing.assert_allclose(hidden, expected, atol=1e-5 * np.abs(expected).max())
     found = dict(to_tensors(staged, gradient))
-    near = 1e-5 if arch.delta is None else 5e-5  # a recurrence rounds more
+    near = 1e-5 if arch.delta is None else 2e-4  # a recurrence rounds more
     for tensor, x in to_tensors(arch, of_expected):
         np.testing.assert_allclose(found[tensor], x, atol=near * np.abs(x).max(), err_msg=tensor)
     if arch.experts is not None:

@@ -194,7 +194,7 @@ def test_a_program_that_ignores_signals_is_ended_too(mechanism):
 
 
 def test_too_much_memory_is_an_error_of_the_program_which_it_can_read(mechanism):
-    limits = SandboxLimits(seconds=20, memory_mb=200)
+    limits = SandboxLimits(seconds=60, memory_mb=200)
     at_once, little_by_little, in_small_things, in_one_size, caught = run(
         "x = bytearray(1_000_000_000)",
         "kept = []\nwhile True: kept.append(bytearray(10_000_000))",

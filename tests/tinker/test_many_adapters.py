@@ -103,7 +103,8 @@ def test_adapters_of_all_losses_and_several_ranks_at_once_equal_each_alone(host:
             ours, theirs = (state_of(host, x.model, tmp_path / x.loss / str(i)) for i, x in enumerate((one, own)))
             assert ours.keys() == theirs.keys()
             for name, x in ours.items():
-                np.testing.assert_allclose(x, theirs[name], atol=1e-5, rtol=1e-5, err_msg=f"{one.loss} {name}")
+                most = 1e-5 * max(1.0, float(np.abs(x).max()))
+                np.testing.assert_allclose(x, theirs[name], atol=most, rtol=1e-5, err_msg=f"{one.loss} {name}")
             moments = [x for name, x in ours.items() if name.startswith("exp_avg.")]
             assert max(float(np.abs(x).max()) for x in moments) > 1e-3  # there was a gradient
             assert all(

@@ -140,7 +140,7 @@ def test_adapters_of_each_family_are_transformers_with_the_products_added(name, 
         for said, trajectory in zip(packed.gather(made.logprobs(batch)), trajectories(17, 9), strict=True):
             tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))
             logp = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            np.testing.assert_allclose(said[1:], logp, atol=1e-4 if name in HYBRIDS else 2e-5)
+            np.testing.assert_allclose(said[1:], logp, atol=4e-4 if name in HYBRIDS else 2e-5)
 
 
 def test_the_export_is_the_adapters_model(tiny_model_dir, taught, batches, tmp_path):

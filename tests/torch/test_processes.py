@@ -142,6 +142,9 @@ def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: p
     return folder
 
 
+AT_ONCE = 8  # meshes that one start of the processes is asked for: these have a time limit
+
+
 def processes_of(mesh: Mapping[str, int]) -> int:
     return prod(mesh.get(axis, 1) for axis in TOGETHER)
 
@@ -156,7 +159,9 @@ def find(folder: Path, processes: int, meshes: Mapping[str, tuple[str, dict[str,
             more["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
             more["changes"] |= {"balance_rate": 0.1} if "sigmoid" in model else {}
         asked.append({"name": name, "directory": str(folder / model), "processes": processes, **more, **mesh})
-    finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
+    for begin in range(0, len(asked), AT_ONCE):
+        part = map(json.dumps, asked[begin : begin + AT_ONCE])
+        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *part], processes, 1, folder)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +185,7 @@ def asked(mesh: str, request: pytest.FixtureRequest) -> Path:
 
 def in_one_worker(test: Callable[..., None]) -> Callable[..., None]:
     """One worker asks, once for all."""
-    for mark in (pytest.mark.xdist_group("meshes"), pytest.mark.timeout(600), pytest.mark.slow):
+    for mark in (pytest.mark.xdist_group("meshes"), pytest.mark.timeout(1500), pytest.mark.slow):
         test = mark(test)
     return test
 

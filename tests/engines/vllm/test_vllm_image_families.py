@@ -92,6 +92,7 @@ def write_models(name: str, root: Path) -> list[Path]:
 
 
 @pytest.mark.server
+@pytest.mark.timeout(900)
 @pytest.mark.xdist_group("vllm")
 @thorough
 @pytest.mark.parametrize("name", list(WRITERS))
