@@ -298,10 +298,9 @@ def serve(
         if isinstance(weights, ServedWeights):
             await weights.start(root / "working")
         served = application(server, keys)
-        accounts = served.state.accounts
-        for account in accounts:
+        for account in served.state.accounts:
             recover(account)
-        api = APIServer(served, accounts)
+        api = APIServer(served)
         message(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={keys[0]}")
         sys.stdout.flush()
         try:

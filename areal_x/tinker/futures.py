@@ -140,10 +140,10 @@ class Futures:
         if id not in self.requests:
             raise Gone if id in self.dropped else Unknown
         done = self.requests[id].done
-        if self._ending:
-            return done.result() if done.done() else None
         poll = asyncio.get_running_loop().create_future()
         self._polls.add(poll)
+        if self._ending:
+            poll.set_result(None)
         try:
             await asyncio.wait({done, poll}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:

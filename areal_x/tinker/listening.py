@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 
 import uvicorn
 from starlette.applications import Starlette
-
-from areal_x.tinker.account import Account
 
 CLOSING_SECONDS = 2
 MOST_CONNECTIONS = 2048  # clients keep a connection for each request that they wait for
 
 
 class APIServer(uvicorn.Server):
-    """Serves an application to the clients of these accounts."""
+    """Serves an application of `app.application`."""
 
-    def __init__(self, application: Starlette, accounts: Sequence[Account]) -> None:
+    def __init__(self, application: Starlette) -> None:
         config = uvicorn.Config(
             application,
             log_config=None,
@@ -30,7 +27,7 @@ class APIServer(uvicorn.Server):
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         super().__init__(config)
-        self._accounts = accounts
+        self._accounts = application.state.accounts
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends. Who waits for a result is told to ask again, of the server that is started next."""

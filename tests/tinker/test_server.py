@@ -446,7 +446,7 @@ def test_who_waits_for_a_result_while_the_server_ends_is_told_to_ask_again(
         made = application(server, [OURS])
         (account,) = made.state.accounts
         account.futures.start("waiting", "forward", asyncio.Event().wait)
-        api = APIServer(made, [account])
+        api = APIServer(made)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/api/v1/retrieve_future"
             serving = asyncio.create_task(api.serve(sockets=[listener]))
@@ -457,6 +457,7 @@ def test_who_waits_for_a_result_while_the_server_ends_is_told_to_ask_again(
                 api.should_exit = True
                 found = await asyncio.gather(*asked)
                 await serving
+        assert await account.futures.result("waiting", 3600.0) is None  # nor does one wait who asks late
         account.futures.cancel("waiting")
         return found
 
